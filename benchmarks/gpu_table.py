@@ -40,7 +40,7 @@ from report import describe, environment, table, write_json
 from torch.utils.data import DataLoader, Dataset
 from workloads import Task, Workload
 
-from phalanx import PyTorchDDPTrainer, torch_compiler
+from phalanx import PyTorchDDPTrainer, torch_compat
 
 _PEAK = 989e12
 """bf16 operations per second of an H100 or H200, of which MFU is a share, on other GPUs too."""
@@ -216,7 +216,7 @@ def _run_ours(task: Task, settings: dict[str, Any]) -> None:
 def _compile_seconds() -> Callable[[], float]:
     """Return a function of the seconds that torch.compile has compiled since this call."""
     spent, began = [0.0], [0.0]
-    torch_compiler.around_compiles(
+    torch_compat.around_compiles(
         lambda: began.__setitem__(0, time.perf_counter()),
         lambda: spent.__setitem__(0, spent[0] + time.perf_counter() - began[0]),
     )

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from phalanx.loop.script import log
     from phalanx.loop.step_info import StepInfo
     from phalanx.observe.history import History
-    from phalanx.observe.performance import PerformanceMonitor
     from phalanx.run.trainer import PyTorchDDPTrainer, Trainer
     from phalanx.tools import plan, tune
+    from phalanx.tools.profile.timers import PerformanceMonitor
     from phalanx.tools.tune.tuner import DistributedTuner
     from phalanx.tools.verify.proofs import verify
     from phalanx.zoo.models.lora import lora, merge_lora, remove_lora, unmerge_lora
@@ -78,8 +78,8 @@ _NAMES = {
     "phalanx.zoo.models.lora": "lora merge_lora remove_lora unmerge_lora",
     "phalanx.zoo.models.lora.files": "load_adapter save_adapter",
     "phalanx.observe.history": "History",
-    "phalanx.observe.performance": "PerformanceMonitor",
     "phalanx.tools.plan": "plan",
+    "phalanx.tools.profile.timers": "PerformanceMonitor",
     "phalanx.tools.tune": "tune",
     "phalanx.tools.tune.tuner": "DistributedTuner",
     "phalanx.tools.verify.proofs": "verify",

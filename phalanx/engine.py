@@ -46,7 +46,7 @@ class Engine:
     # In the parent, before ranks start.
 
     def check(self, config: DistributedConfig) -> None:
-        """Raise where the machine lacks something that the engine needs."""
+        """Raise where the node lacks something that the engine needs."""
 
     def check_script(self, script: Path, started_by: str) -> None:
         """Raise where a script cannot run on the ranks of another launcher; called for every engine."""
@@ -59,7 +59,7 @@ class Engine:
         return None
 
     def num_nodes(self, config: DistributedConfig) -> int:
-        """Return on how many machines the user gives the command; 1 where the engine starts ranks elsewhere itself."""
+        """Return on how many nodes the user gives the command; 1 where the engine starts ranks elsewhere itself."""
         return config.num_nodes
 
     def check_batch(self, config: Settings, data_ranks: int) -> None:
@@ -73,7 +73,7 @@ class Engine:
         """Whether the ranks of this machine need GPUs of this machine."""
         return config.hosts is None
 
-    def run_as_task(self, config: DistributedConfig, given: Collection[str]) -> Callable[[], None] | None:
+    def run_as_task(self, config: DistributedConfig, settings: Collection[str]) -> Callable[[], None] | None:
         """Return what makes this process a part of the engine's own cluster, where its scheduler started it as one."""
         return None
 
@@ -129,10 +129,10 @@ def find_engine(name: str) -> Engine:
     if name in ENGINES:
         engine: Engine = import_module(f"{ENGINES[name].engine}.engine").ENGINE
         return engine
-    found = load_entry_point(ENTRY_POINTS, name) if name and name not in BACKENDS else None
-    if found is not None and not isinstance(found, Engine):
+    loaded = load_entry_point(ENTRY_POINTS, name) if name and name not in BACKENDS else None
+    if loaded is not None and not isinstance(loaded, Engine):
         raise UsageError(f"the entry point {name} in the group {ENTRY_POINTS} is not a phalanx.engine.Engine")
-    return _TORCH if found is None else found
+    return _TORCH if loaded is None else loaded
 
 
 def engine_name(config: Settings) -> str:

@@ -138,18 +138,18 @@ class PreemptedError(PhalanxError):
 
 def unused_parameters(names: Sequence[str], when: str = "in the first step") -> ModelError:
     """Return the error that names parameters without a gradient."""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return ModelError(
-        f"{len(names)} parameter{'s' * (len(names) > 1)} got no gradient {when}: {shown}",
+        f"{len(names)} parameter{'s' * (len(names) > 1)} got no gradient {when}: {listed}",
         hint="Use them in forward, freeze them with requires_grad_(False), or set find_unused_parameters=True.",
     )
 
 
 def frozen_later(strategy: str, names: Sequence[str]) -> UsageError:
     """Return the error for parameters that were frozen or unfrozen when a strategy could not follow any more."""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return UsageError(
-        f"{shown}: frozen or unfrozen during training, but strategy = {strategy!r} trains what wanted gradients when "
+        f"{listed}: frozen or unfrozen during training, but strategy = {strategy!r} trains what wanted gradients when "
         "the optimizer was prepared",
         hint="Freeze before prepare(), or give the layer a parameter group whose lr you change; or use strategy='ddp'.",
     )
@@ -174,13 +174,19 @@ def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str | Non
     return matches[0] if matches else None
 
 
-def unknown_name(kind: str, given: str, allowed: Iterable[str], *, of: str = "", close: str | None = None) -> str:
+def a_type(value: object) -> str:
+    """Return the name of a value's type with its article: "an int", "a list"."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def unknown_name(kind: str, name: str, allowed: Iterable[str], *, of: str = "", close: str | None = None) -> str:
     """Return the message about an unknown name, `of` what it is one: the nearest first, then all that are allowed.
 
     `close`: the allowed name that was meant, if that is known.
     """
     names = sorted(allowed)
-    close = close or nearest(given, names)
+    close = close or nearest(name, names)
     guess = f" Did you mean '{close}'?" if close else ""
     owner = f" of {of}" if of else ""
-    return f"unknown {kind} '{given}'{owner}.{guess} Allowed: {', '.join(names)}."
+    return f"unknown {kind} '{name}'{owner}.{guess} Allowed: {', '.join(names)}."

@@ -43,11 +43,11 @@ def feature(name: str) -> Any:
     """Return what a name of the table stands for."""
     module, _, function = FEATURES[name].partition(":")
     try:
-        found = import_module(module)
+        target = import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):  # a package that the feature itself needs
             raise
         raise UsageError(
             f"this run needs {module}, which is not installed", hint="Install phalanx as a whole: pip install phalanx"
         ) from error
-    return getattr(found, function) if function else found
+    return getattr(target, function) if function else target

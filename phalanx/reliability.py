@@ -78,13 +78,13 @@ class Fault:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Fault:
         """Read a fault from the names of its fields."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        names = {field.name for field in dataclasses.fields(cls)}
         kind = values.get("kind", "")
         if kind not in KINDS:
             raise UsageError(unknown_name("fault", str(kind), KINDS), hint=_SYNTAX)
         for name in values:
-            if name not in known:
-                raise UsageError(unknown_name("field", name, known, of=f"the fault {kind}"), hint=_SYNTAX)
+            if name not in names:
+                raise UsageError(unknown_name("field", name, names, of=f"the fault {kind}"), hint=_SYNTAX)
         if "step" not in values:
             raise UsageError(f"fault {kind}: after which step?", hint=_SYNTAX)
         return cls(**values)
@@ -92,11 +92,11 @@ class Fault:
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        own = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("kind", "phase")}
-        shown = [
-            f"{name}={value}" for name, value in own.items() if name in ("rank", "step") or value != defaults[name]
+        values = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("kind", "phase")}
+        words = [
+            f"{name}={value}" for name, value in values.items() if name in ("rank", "step") or value != defaults[name]
         ]
-        return f"{self.kind}:{','.join(shown)}"
+        return f"{self.kind}:{','.join(words)}"
 
 
 def _value(text: str) -> Any:
@@ -122,7 +122,7 @@ def read_faults(path: Path) -> list[Fault]:
             f"{path} does not hold a list of faults",
             hint='For each fault write: [[fault]], then kind = "kill", rank = 2, step = 50 in lines of their own.',
         )
-    return [Fault.from_mapping(each) for each in listed]
+    return [Fault.from_mapping(table) for table in listed]
 
 
 def draw_faults(
@@ -172,7 +172,7 @@ def to_json(faults: Iterable[Fault]) -> str:
 
 def from_json(text: str) -> list[Fault]:
     """Read what `to_json` wrote."""
-    return [Fault.from_mapping(each) for each in json.loads(text)]
+    return [Fault.from_mapping(fields) for fields in json.loads(text)]
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,24 @@
 """Every private torch API that Phalanx uses, one function each: the page to read when a new torch breaks something.
 
-`tools/private_torch.py` lists the names, here and in the other files `torch_*.py`, with what breaks without each, and
-compares them with the versions of torch that were looked at; `tests/test_torch_compat.py` calls each function.
+`tools/private_torch.py` lists the names, with what breaks without each, and compares them with the versions of torch
+that were looked at; `tests/test_torch_compat.py` calls each function. What a launcher does without torch is not here:
+`launch/forkserver/preload.py` names the modules that it imports before it forks ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -20,6 +26,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_future  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.errors import first_line
 
 __all__ = ["AllgatherOptions", "TorchDispatchMode", "pytree"]
 
@@ -197,8 +205,8 @@ def remove_ddp_hooks(ddp: Any) -> None:
 
 def ddp_times(ddp: Any) -> tuple[float, float] | None:
     """Return the mean seconds in which DDP communicated and backward waited for it; None before torch timed a step."""
-    found = ddp._get_ddp_logging_data()
-    busy, overlap = (float(found.get(f"avg_backward_{name}_time", 0)) for name in ("comm", "compute_comm_overlap"))
+    logged = ddp._get_ddp_logging_data()
+    busy, overlap = (float(logged.get(f"avg_backward_{name}_time", 0)) for name in ("comm", "compute_comm_overlap"))
     return (busy / 1e9, max(0.0, busy - overlap) / 1e9) if busy else None
 
 
@@ -230,6 +238,146 @@ def is_own_host(host: str) -> bool:
     return bool(_matches_machine_hostname(host))
 
 
+# flash attention, which returns the log-sum-exp that ring attention needs
+
+
+def flash_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the output of flash attention on a CPU and its log-sum-exp."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    return out, lse
+
+
+def flash_cpu_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    gradients: tuple[Tensor, Tensor, Tensor] = backward(gradient, query, key, value, out, lse, 0.0, causal)
+    return gradients
+
+
+def flash_cuda(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the output of flash attention on a GPU and its log-sum-exp."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
+    return out, lse
+
+
+def flash_cuda_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    unused = torch.empty(0, dtype=torch.int64, device=query.device)  # generator state: there is no dropout
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *(tensor.contiguous() for tensor in (gradient, query, key, value, out, lse)),
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        causal,
+        unused,
+        unused,
+    )
+    return gradients
+
+
+# what torch records of collectives: its flight recorder, groups, timeouts, waits
+
+Record = dict[str, Any]
+"""One operation: `profiling_name` ("nccl:all_reduce"), group, numbers, sizes, when it was called, whether it ended."""
+
+source_rank: Callable[[dist.Work], int] = dist.Work._source_rank
+"""Returns which rank of its group sent the message that a receive from any rank has brought."""
+
+
+def _recorders() -> list[Callable[[bool, bool, bool], bytes]]:
+    """Return what reads the recorder: (entries, their frames, only those that have not ended) to a pickle."""
+    c10d = import_module("torch._C._distributed_c10d")
+    # torch 2.11 keeps those of nccl apart.
+    return [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
+
+
+def flight_records() -> list[Record]:
+    """Return the operations that the recorder has kept, the oldest first, with their Python frames."""
+    entries = [entry for dump in _recorders() for entry in pickle.loads(dump(True, True, False)).get("entries", [])]
+    by_operation = {(str(entry["process_group"]), entry["profiling_name"], entry["op_id"]): entry for entry in entries}
+    return list(by_operation.values())
+
+
+def unfinished_records(backend: str) -> list[Record]:
+    """Return the operations of a backend that have not ended, without frames; also all of the messages in batches."""
+    entries: list[Record] = pickle.loads(_recorders()[-1](True, False, True)).get("entries", [])
+    return [entry for entry in entries if entry["profiling_name"].startswith(f"{backend}:") and not is_done(entry)]
+
+
+def is_done(record: Mapping[str, Any]) -> bool:
+    """Whether an operation has ended; of nccl's, torch's watchdog notes it a moment later."""
+    return bool(record["retired"]) or record["state"] == "completed"
+
+
+def recorded_progress() -> bytes:
+    """Return what changes when operations are queued or end; this is quick, and asks CUDA nothing."""
+    return _recorders()[-1](False, False, True)
+
+
+def has_backend(name: str) -> bool:
+    """Whether a process group of this process communicates by a backend."""
+    return dist.is_initialized() and any(name in kind for kind, _ in list(dist.distributed_c10d._world.pg_map.values()))
+
+
+def group_timeout(backend: str, group: dist.ProcessGroup | None = None) -> float | None:
+    """Return the timeout of a group, or of the default one, in seconds; None where it has another backend."""
+    if backend not in str(dist.get_backend(group)):
+        return None
+    process_group: Any = group if group is not None else dist.distributed_c10d._get_default_group()
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    return float(process_group._get_backend(device).options._timeout.total_seconds())
+
+
+def group_ranks() -> dict[str, list[int]]:
+    """Return the global ranks of every process group of this process, by torch's name of the group."""
+    names = dict(dist.distributed_c10d._world.pg_names)
+    return {name: dist.get_process_group_ranks(group) for group, name in names.items()}
+
+
+_COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "send",
+    "recv",
+)
+
+
+def around_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, in_graphs: bool) -> Callable[[], None]:
+    """Wrap every place in which Python waits for communication; return what undoes it.
+
+    `in_graphs`: also what torch.compile guards, so that a change would make it compile again.
+    """
+    places: list[tuple[Any, str]] = [(dist.Work, "wait"), (torch.cuda.Stream, "wait_event")]
+    places += [(dist.ProcessGroup, name) for name in _COLLECTIVES if name in vars(dist.ProcessGroup)]
+    if in_graphs:
+        places.append((import_module("torch.distributed._functional_collectives"), "wait_tensor"))
+    # Not by getattr, which returns a method of a C++ class without what makes it a method.
+    originals = [(owner, name, vars(owner)[name]) for owner, name in places]
+    for owner, name in places:
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+    def undo() -> None:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+    return undo
+
+
 # modules, optimizers, loaders
 
 
@@ -244,18 +392,18 @@ def forward_hooks(model: nn.Module) -> dict[int, Callable[..., Any]]:
     return model._forward_hooks
 
 
-def own_buffers(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers that a module itself holds, which may be replaced by name."""
+def direct_buffers(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of a module without those of its children, which may be replaced by name."""
     return model._buffers
 
 
-def own_parameters(model: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters that a module itself holds."""
+def direct_parameters(model: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of a module without those of its children."""
     return model._parameters
 
 
-def own_modules(model: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the modules that a module itself holds, which may be removed by name."""
+def direct_modules(model: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the children of a module, which may be removed by name."""
     return model._modules
 
 
@@ -358,3 +506,135 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
 def is_profiling() -> bool:
     """Whether a profiler of torch records this thread."""
     return bool(torch.autograd._profiler_enabled())
+
+
+def profiler_config(*, all_threads: bool) -> Any:
+    """Return settings of the profiler: `all_threads` records those that communicate, too, but no allocations."""
+    kind = torch.profiler._ExperimentalConfig
+    try:
+        return kind(profile_all_threads=all_threads, trace_only=True)  # no Python object per event
+    except TypeError:  # before torch 2.13
+        return kind(profile_all_threads=all_threads)
+
+
+def record_allocations(entries: int | None) -> None:
+    """Record the last allocations on CUDA devices, at most a number, with their Python stacks; None: stop."""
+    if entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+
+
+def allocations() -> dict[str, Any]:
+    """Return what `record_allocations` has recorded: the segments of memory, and the history of each device."""
+    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    return snapshot
+
+
+# torch.compile: when it compiles, how many graphs, why again, where it keeps them
+# (nothing here imports torch._dynamo before it is called: that takes two seconds)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed, in which kernels for GPUs are written; torch.compile needs it for CUDA."""
+    return find_spec("triton") is not None
+
+
+def around_compiles(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Call `begin` and `end` around each compilation of torch.compile from now on; return what ends that.
+
+    Nested compilations count once. They are called in the thread that compiles: for a backward pass one of autograd's.
+    """
+    handler = import_module("torch._dynamo.callback").callback_handler
+    first = handler.register_start_callback(lambda *_: begin())
+    last = handler.register_end_callback(lambda *_: end())
+
+    def remove() -> None:
+        if first in handler.start_callbacks:  # torch._dynamo.reset() removes all of them
+            handler.remove_start_callback(first)
+            handler.remove_end_callback(last)
+
+    return remove
+
+
+def is_compiler_loaded() -> bool:
+    """Whether something has imported what torch.compile runs on; before that nothing can have been compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has made in this process."""
+    return int(import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"])
+
+
+def recompile_reason(since: float) -> str:
+    """Return in one line why torch.compile has last compiled something again; empty where it does not say.
+
+    `since`: only of compilations that ended after this time, in seconds since the epoch.
+    """
+    for compilation in reversed(import_module("torch._dynamo.utils").get_compilation_metrics()):
+        reason = getattr(compilation, "recompile_reason", None)
+        if reason and (compilation.end_time_us or 0) >= since * 1e6:
+            return first_line(str(reason))
+    return ""
+
+
+def default_compile_cache() -> str:
+    """Return where torch keeps compiled code unless a variable says otherwise; it writes this into the variable."""
+    return str(import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir())
+
+
+def keep_activations(share: float) -> Callable[[], None]:
+    """Let compiled code keep this share of its activations for backward from now on; return what undoes it."""
+    config: Any = import_module("torch._functorch.config")
+    before = config.activation_memory_budget
+    config.activation_memory_budget = share
+    return functools.partial(setattr, config, "activation_memory_budget", before)
+
+
+_SYMMETRIC: dict[str, ReferenceType[Any]] = {}
+"""The groups, by name, whose GPUs read each other's memory: torch keeps the first store of a name for good."""
+
+
+def share_memory(group: Any) -> None:
+    """Let the GPUs of a process group read each other's memory; all its ranks call this. RuntimeError where not."""
+    name: str = group.group_name
+    if _SYMMETRIC.setdefault(name, ref(group))() is not group:
+        raise RuntimeError("a process group of this name was used before")
+    memory: Any = import_module("torch.distributed._symmetric_memory")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # "no need to call it": the pass of torch 2.13 still asks for it
+        memory.enable_symm_mem_for_group(name)
+    memory.get_symm_mem_workspace(name, min_size=1)
+
+
+def overlap_products(group: Any) -> Callable[[], None]:
+    """Let compiled products overlap with the gathers and scatters of a group; return what undoes it.
+
+    The group's memory must be shared. What is compiled while this holds keeps overlapping.
+    """
+    config: Any = import_module("torch._inductor.config")
+    memory: Any = import_module("torch.distributed._symmetric_memory")
+    before, config._micro_pipeline_tp = config._micro_pipeline_tp, True
+
+    def undo() -> None:
+        config._micro_pipeline_tp = before
+        memory._group_name_to_workspace_tensor.pop(group.group_name, None)  # as large as the largest gather
+
+    return undo
+
+
+def set_compiled_call(model: nn.Module, compiled: Callable[..., Any] | None) -> None:
+    """Let calls of a module run a compiled function; None: as written."""
+    model._compiled_call_impl = compiled
+
+
+def uncompiled_call(model: nn.Module) -> Callable[..., Any]:
+    """Return a module's call with its hooks, not compiled."""
+    return model._call_impl
+
+
+def uncompiled_name(name: str) -> str:
+    """Return the name that a parameter has without `torch.compile` around the model or parts of it."""
+    return name.replace("_orig_mod.", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 import sys
@@ -23,14 +24,16 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import private_torch
 
-from phalanx import torch_compat, torch_compiler, torch_flash, torch_records
+from phalanx import torch_compat
 from phalanx.comm.backend import PhalanxGroup
 from phalanx.comm.compress.hook import FixedBuckets
 from phalanx.host.versions import NEWEST_TORCH
 from phalanx.loop.sync_norm import SyncedBatchNorm
 from phalanx.strategies import tensor_parallel
 
-NEEDS_CUDA = {"end_failed_capture"}
+NEEDS_CUDA = {"end_failed_capture", "flash_cuda", "flash_cuda_backward", "record_allocations", "allocations"}
+OF_THE_COMPILER = ("speed/test_compilation.py", "strategies/test_tensor_overlap.py")
+"""The tests that call the functions about torch.compile."""
 
 
 @pytest.fixture
@@ -108,13 +111,16 @@ def test_the_newest_torch_that_was_looked_at_is_the_newest_tested():
     assert list(private_torch.read())[-1] == NEWEST_TORCH
 
 
-def test_every_function_is_called_in_this_file():
+def test_every_function_is_called_here_or_in_the_tests_of_the_compiler():
     functions = {
         name
         for name, value in vars(torch_compat).items()
-        if inspect.isfunction(value) and value.__module__ == torch_compat.__name__
+        if inspect.isfunction(inspect.unwrap(value))
+        and value.__module__ == torch_compat.__name__
+        and not name.startswith("_")
     }
-    called = set(re.findall(r"torch_compat\.(\w+)\(", Path(__file__).read_text()))
+    files = [Path(__file__), *(Path(__file__).parent / name for name in OF_THE_COMPILER)]
+    called = {name for path in files for name in re.findall(r"torch_compat\.(\w+)\(", path.read_text())}
     assert functions - called == NEEDS_CUDA
 
 
@@ -192,13 +198,45 @@ def test_process_groups(group):
     torch_compat.default_store().set("key", "value")
     assert torch_compat.is_alive(group)
     assert torch_compat.finished_work([tensor]).wait()
-    assert [0] in torch_records.group_ranks().values()
-    assert isinstance(torch_records.flight_records(), list)  # empty where TORCH_FR_BUFFER_SIZE was not set
-    assert isinstance(torch_records.unfinished_records("gloo"), list)
-    assert isinstance(torch_records.recorded_progress(), bytes)
-    assert torch_records.group_timeout("gloo", group) == torch_records.group_timeout("gloo") > 0
-    assert torch_records.group_timeout("nccl") is None
-    assert (torch_records.has_backend("gloo"), torch_records.has_backend("nccl")) == (True, False)
+    assert [0] in torch_compat.group_ranks().values()
+    assert isinstance(torch_compat.flight_records(), list)  # empty where TORCH_FR_BUFFER_SIZE was not set
+    assert isinstance(torch_compat.unfinished_records("gloo"), list)
+    assert isinstance(torch_compat.recorded_progress(), bytes)
+    assert torch_compat.group_timeout("gloo", group) == torch_compat.group_timeout("gloo") > 0
+    assert torch_compat.group_timeout("nccl") is None
+    assert (torch_compat.has_backend("gloo"), torch_compat.has_backend("nccl")) == (True, False)
+
+
+def test_triton_is_found_where_it_can_be_imported():
+    assert torch_compat.has_triton() == (importlib.util.find_spec("triton") is not None)
+
+
+def test_a_recorded_operation_is_done_once_it_is_completed_or_retired():
+    states = [("scheduled", False), ("started", False), ("completed", False), ("started", True)]
+    done = [torch_compat.is_done({"state": state, "retired": retired}) for state, retired in states]
+    assert done == [False, False, True, True]
+
+
+def test_waits_for_collectives_are_wrapped_until_that_is_undone(group):
+    calls: list[str] = []
+
+    def noting(original):
+        def call(*args, **kwargs):
+            calls.append(original.__name__)
+            return original(*args, **kwargs)
+
+        return call
+
+    undo = torch_compat.around_waits(noting, in_graphs=True)
+    try:
+        dist.all_reduce(torch.ones(2))
+        dist.all_reduce(torch.ones(2), async_op=True).wait()
+    finally:
+        undo()
+    assert {"allreduce", "wait"} <= set(calls)
+    calls.clear()
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
+    assert calls == []
 
 
 def test_a_destroyed_group_is_not_alive(group):
@@ -274,19 +312,19 @@ def test_hosts():
 
 def test_calls_hooks_and_buffers_of_modules():
     model = nn.BatchNorm1d(2)
-    torch_compiler.set_compiled_call(model, lambda *_: "compiled")
+    torch_compat.set_compiled_call(model, lambda *_: "compiled")
     assert model(torch.ones(2, 2)) == "compiled"
-    assert torch_compiler.uncompiled_call(model)(torch.ones(2, 2)).shape == (2, 2)
-    torch_compiler.set_compiled_call(model, None)
+    assert torch_compat.uncompiled_call(model)(torch.ones(2, 2)).shape == (2, 2)
+    torch_compat.set_compiled_call(model, None)
     model.register_forward_hook(lambda *_: "hooked")
     assert model(torch.ones(2, 2)) == "hooked"
     torch_compat.forward_hooks(model).clear()
     assert model(torch.ones(2, 2)).shape == (2, 2)
-    torch_compat.own_buffers(model)["running_mean"] = torch.full((2,), 5.0)
+    torch_compat.direct_buffers(model)["running_mean"] = torch.full((2,), 5.0)
     assert model.running_mean.tolist() == [5, 5]
-    assert torch_compat.own_parameters(model)["weight"] is model.weight
+    assert torch_compat.direct_parameters(model)["weight"] is model.weight
     chain = nn.Sequential(model, nn.ReLU())
-    torch_compat.own_modules(chain).pop("0")
+    torch_compat.direct_modules(chain).pop("0")
     assert len(chain) == 1
 
 
@@ -355,11 +393,11 @@ def test_operators():
 
 def test_flash_attention_on_cpus():
     query, key, value = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
-    out, lse = torch_flash.flash_cpu(query.detach(), key.detach(), value.detach(), True)
+    out, lse = torch_compat.flash_cpu(query.detach(), key.detach(), value.detach(), True)
     expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     torch.testing.assert_close(out, expected.detach())
     expected.sum().backward()
-    found = torch_flash.flash_cpu_backward(
+    found = torch_compat.flash_cpu_backward(
         torch.ones_like(out), query.detach(), key.detach(), value.detach(), out, lse, True
     )
     for gradient, tensor in zip(found, (query, key, value), strict=True):
@@ -377,9 +415,9 @@ def test_the_cuda_runtime_is_there_where_cuda_is():
 def test_the_profiler():
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU],
-        experimental_config=torch_records.profiler_config(all_threads=True),
+        experimental_config=torch_compat.profiler_config(all_threads=True),
     ):
-        assert torch_records.profiler_config(all_threads=False)
+        assert torch_compat.profiler_config(all_threads=False)
     assert not torch_compat.is_profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert torch_compat.is_profiling()
@@ -395,7 +433,7 @@ def test_a_compiled_model_has_its_own_names():
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = torch.compile(model, backend="eager")
     assert torch_compat.uncompiled(compiled) is torch_compat.uncompiled(model) is model
-    assert [torch_compiler.uncompiled_name(name) for name in compiled.state_dict()] == list(model.state_dict())
+    assert [torch_compat.uncompiled_name(name) for name in compiled.state_dict()] == list(model.state_dict())
 
 
 @pytest.mark.parametrize("by_rows", [True, False])

@@ -61,16 +61,32 @@ def table(digits: int = 0) -> str:
 
 
 def typed() -> dict[str, int]:
-    """Return how many words users can type, by kind."""
+    """Return how many words users can type, by kind; a flag of several verbs counts once."""
     sys.path.insert(0, str(PACKAGE.parent))
     from phalanx.cli import VERBS
+    from phalanx.cli.completion import actions_of, parser_of
     from phalanx.config import BACKENDS, FIELDS
     from phalanx.config.aliases import ALIASES
     from phalanx.config.settings import ENGINE_GROUPS
+    from phalanx.config.strategies import TABLE
 
     of_engines = sum(len(group.__dataclass_fields__) for group in ENGINE_GROUPS)
-    counts = {"settings of every run": len(FIELDS) - of_engines, "settings of one engine": of_engines}
-    return counts | {"other spellings": len(ALIASES), "backends": len(BACKENDS), "verbs": len(VERBS)}
+    actions = {verb: actions_of(verb) for verb in VERBS}
+    parsers = [parser_of(verb) for verb in VERBS if not actions[verb]]
+    parsers += [make() for verb in VERBS for make in actions[verb].values()]
+    flags = {word for parser in filter(None, parsers) for action in parser._actions for word in action.option_strings}
+    settings = {"--" + name.replace("_", "-") for name in (*FIELDS, *ALIASES)}
+    of_verbs = {word for word in flags if word.startswith("--") and word.replace("--no-", "--", 1) not in settings}
+    return {
+        "settings of every run": len(FIELDS) - of_engines,
+        "settings of one engine": of_engines,
+        "other spellings": len(ALIASES),
+        "backends": len(BACKENDS),
+        "strategies": len(TABLE),
+        "verbs": len(VERBS),
+        "actions of verbs": sum(map(len, actions.values())),
+        "flags that are no settings": len(of_verbs),
+    }
 
 
 if __name__ == "__main__":

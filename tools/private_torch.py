@@ -1,8 +1,8 @@
 """Every private torch API that Phalanx uses, and what the installed torch has changed of them.
 
 `python tools/private_torch.py` prints the changes since the newest version in `tests/recorded/private_torch.json`;
-`--write` adds the installed version, once each change was looked at. The functions are in `phalanx/torch_compat.py` and
-its neighbours `torch_*.py`; methods that torch calls by a private name stay in their classes.
+`--write` adds the installed version, once each change was looked at. The functions are in `phalanx/torch_compat.py`;
+methods that torch calls by a private name stay in their classes.
 """
 
 from __future__ import annotations

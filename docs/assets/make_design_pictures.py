@@ -54,7 +54,7 @@ def packages() -> None:
     from test_layers import LAYERS
 
     folders = HERE.parents[1] / "phalanx"
-    hidden = ("__main__", "version", "lazy", "features", "torch_compiler", "torch_flash", "torch_records")
+    hidden = ("__main__", "version", "lazy", "features")
     shown = {name: layer for name, layer in LAYERS.items() if name not in hidden}
     rows = [[name for name, layer in shown.items() if layer == number] for number in range(max(shown.values()), -1, -1)]
     for row in rows:

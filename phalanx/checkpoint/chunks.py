@@ -33,12 +33,12 @@ def write(
     folder: str,
     data: memoryview,
     cuts: list[tuple[int, int]],
-    known: set[str],
+    saved: set[str],
     advance: Callable[[], None] = lambda: None,
 ) -> tuple[list[tuple[int, int, str]], int]:
     """Write the leaves that are not there yet; return (start, size, hash) of all, and the bytes that were written.
 
-    `known`: the hashes of the last save, which are there; replaced by those of this one. `advance`: called before each
+    `saved`: the hashes of the last save, which are there; replaced by those of this one. `advance`: called before each
     leaf; it may raise.
     """
 
@@ -51,7 +51,7 @@ def write(
         part = data[start : start + size]
         digest = hashlib.sha256(part).hexdigest()
         with lock:  # leaves with equal content, such as zeros, are one chunk, which one thread writes
-            if digest in known or digest in begun:
+            if digest in saved or digest in begun:
                 return digest, 0
             begun.add(digest)
         if is_whole(storage, folder, digest, size):
@@ -61,8 +61,8 @@ def write(
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="phalanx-chunks") as threads:
         done = list(threads.map(one, cuts))
-    known.clear()
-    known.update(digest for digest, _ in done)
+    saved.clear()
+    saved.update(digest for digest, _ in done)
     leaves = [(start, size, digest) for (start, size), (digest, _) in zip(cuts, done, strict=True)]
     return leaves, sum(size for _, size in done)
 

@@ -97,8 +97,8 @@ class RankFailure:
     """An error of one rank, on its way to the others."""
 
     def __init__(self, error: Exception) -> None:
-        known = isinstance(error, PhalanxError)  # exceptions of other libraries may not survive pickling
-        self.error = error if known else CheckpointError(f"rank {rank()} failed: {type(error).__name__}: {error}")
+        is_ours = isinstance(error, PhalanxError)  # exceptions of other libraries may not survive pickling
+        self.error = error if is_ours else CheckpointError(f"rank {rank()} failed: {type(error).__name__}: {error}")
 
 
 def tried(action: Callable[[], T]) -> T | RankFailure:

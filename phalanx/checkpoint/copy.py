@@ -91,14 +91,14 @@ def _copy_chunk(storage: Storage, target: Storage, folder: str, leaf: Leaf) -> i
     return leaf.size
 
 
-def _writing(target: Storage, name: str, wanted: Collection[str]) -> Draft:
+def _writing(target: Storage, name: str, files: Collection[str]) -> Draft:
     """Return the unfinished copy of a checkpoint, which always has the same name, so that it is found again.
 
     Files that an earlier one left are removed, apart from those that are wanted; its manifest first.
     """
     writing = target.resume_copy(f"{COPYING}{name}", name)
     for file in [MANIFEST, *target.list(writing.path.name)]:
-        if file not in wanted:
+        if file not in files:
             target.delete(writing.path.name, file)
     return writing
 

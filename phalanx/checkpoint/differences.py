@@ -82,13 +82,13 @@ def compare(first: Checkpoint, second: Checkpoint, prefix: str = "") -> StateDif
 def _differences(
     first: Checkpoint, second: Checkpoint, names: dict[str, tuple[TensorInfo, TensorInfo]]
 ) -> Iterator[TensorDifference]:
-    for name, (here, there) in names.items():
-        elements = math.prod(here.shape)
-        if here.shape != there.shape:
-            yield TensorDifference(name, elements, reason=f"shape {list(here.shape)} and {list(there.shape)}")
+    for name, (first_info, there) in names.items():
+        elements = math.prod(first_info.shape)
+        if first_info.shape != there.shape:
+            yield TensorDifference(name, elements, reason=f"shape {list(first_info.shape)} and {list(there.shape)}")
             continue
-        difference = _difference(name, _read(first, name, here), _read(second, name, there))
-        reason = f"{here.dtype} and {there.dtype}" if here.dtype != there.dtype else ""
+        difference = _difference(name, _read(first, name, first_info), _read(second, name, there))
+        reason = f"{first_info.dtype} and {there.dtype}" if first_info.dtype != there.dtype else ""
         if difference.different or reason:
             yield TensorDifference(
                 name, elements, difference.different, difference.max_abs, difference.relative, reason

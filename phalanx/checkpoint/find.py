@@ -193,8 +193,8 @@ def choose(path: Path | str, *, required: bool = False, run_id: str | None = Non
             hint="To begin anew, remove them or set another checkpoint_dir.",
         )
     if required:
-        what = "holds no checkpoint" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}", hint=_EXPECTED)
+        problem = "holds no checkpoint" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {problem}", hint=_EXPECTED)
     return Choice(None)
 
 
@@ -280,19 +280,19 @@ def _manifest_file(path: Path) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
 
 
-def read_stamps(directory: Path, known: dict[Path, Stamp]) -> list[Stamp]:
+def read_stamps(directory: Path, cache: dict[Path, Stamp]) -> list[Stamp]:
     """Return the stamps of all checkpoints whose manifest can be read, the newest first.
 
-    `known`: those that were read before, which is updated. A save reads only the manifests of others' new checkpoints,
+    `cache`: those that were read before, which is updated. A save reads only the manifests of others' new checkpoints,
     also in a directory that keeps all of them.
     """
     present = {path for path in directory.iterdir() if is_published(path.name)} if directory.is_dir() else set()
-    for path, stamp in list(known.items()):
+    for path, stamp in list(cache.items()):
         if path not in present or stamp.file != _manifest_file(path):
-            del known[path]
-    checkpoints, _ = survey(directory, present - known.keys())
-    known |= {checkpoint.path: stamp_of(checkpoint) for checkpoint in checkpoints}
-    return sorted(known.values(), key=lambda stamp: (stamp.published_at, stamp.step), reverse=True)
+            del cache[path]
+    checkpoints, _ = survey(directory, present - cache.keys())
+    cache |= {checkpoint.path: stamp_of(checkpoint) for checkpoint in checkpoints}
+    return sorted(cache.values(), key=lambda stamp: (stamp.published_at, stamp.step), reverse=True)
 
 
 def _summary(problems: list[str]) -> str:

@@ -43,20 +43,20 @@ def keep_newest(
     keep_last: int | None,
     best: Path | None = None,
     keep_every: int | None = None,
-    known: dict[Path, Stamp] | None = None,
+    stamp_cache: dict[Path, Stamp] | None = None,
 ) -> list[str]:
     """Remove the run's checkpoints beyond the newest `keep_last` complete ones; return what could not be removed.
 
     Checkpoints of the runs that it continues are included, those of other runs are never touched. A damaged one does
     not count as kept, so a complete one always remains. `best` is kept too, and not counted where it is older;
     without one, what a run that it continues marked as its best. So are steps that are multiples of `keep_every`.
-    `known`: as `read_stamps` has it.
+    `stamp_cache`: as `read_stamps` has it.
     """
     notes: list[str] = []
     if keep_last is None:
         return notes
     complete = 0
-    stamps = read_stamps(published.path.parent, {} if known is None else known)
+    stamps = read_stamps(published.path.parent, {} if stamp_cache is None else stamp_cache)
     run_ids = {published.manifest.run_id, *_continued(published, stamps)}
     for checkpoint in stamps:
         if checkpoint.run_id not in run_ids:

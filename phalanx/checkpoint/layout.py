@@ -150,8 +150,8 @@ class StatePlan:
 
     def _take(self, tensors: dict[str, Any]) -> bool:
         self._planner.set_up_planner(tensors, None, is_coordinator=collectives.rank() == 0)
-        self._taken = [_shape_of(name, value) for name, value in self._planner.state_dict.items()]
-        return self._taken != self._signature
+        self._shapes = [_shape_of(name, value) for name, value in self._planner.state_dict.items()]
+        return self._shapes != self._signature
 
     def _make(self) -> None:
         self._signature = None
@@ -162,7 +162,7 @@ class StatePlan:
         self._planner.finish_plan(mine)
         self.layout = lay_out(_pieces(mine))
         self.objects = [item for item in mine.items if item.tensor_data is None]
-        self._signature = self._taken
+        self._signature = self._shapes
 
     def _planned(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans, metadata = self._planner.create_global_plan(plans)
@@ -241,8 +241,8 @@ class Staging:
         if layout is not self._layout:
             self._prepare(layout, pinned=bool(devices))
         if tensors:
-            known = all(tensor.device.type in ("cpu", "cuda") for tensor in tensors)
-            torch_compat.foreach_copy_(self._targets, tensors, non_blocking=known)
+            non_blocking = all(tensor.device.type in ("cpu", "cuda") for tensor in tensors)
+            torch_compat.foreach_copy_(self._targets, tensors, non_blocking=non_blocking)
         for device in devices:
             torch.cuda.synchronize(device)
 

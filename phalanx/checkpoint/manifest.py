@@ -133,8 +133,8 @@ _LARGEST = 1 << 62
 
 def _checked(value: Any, kind: type) -> Any:
     """Return a value; ValueError where nothing like it is written: it is compared, sorted and made part of names."""
-    known = isinstance(value, (int, float) if kind is float else kind)
-    if not known or (isinstance(value, (int, float)) and not 0 <= value <= _LARGEST):
+    is_kind = isinstance(value, (int, float) if kind is float else kind)
+    if not is_kind or (isinstance(value, (int, float)) and not 0 <= value <= _LARGEST):
         raise ValueError(f"{str(value)[:200]!a} is not a value that is written there")
     return value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from phalanx.errors import CheckpointError
@@ -34,8 +35,6 @@ def from_plain(value: Any) -> Any:
     """Decode what `to_plain` returned."""
     if isinstance(value, dict):
         if _ARRAY in value:
-            import numpy as np
-
             raw = value[_ARRAY].numpy().tobytes()
             return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
         return {key: from_plain(item) for key, item in value.items()}
@@ -77,8 +76,6 @@ def from_json(value: Any) -> Any:
 
 
 def _from_numpy(value: Any, where: str) -> Any:
-    import numpy as np
-
     if isinstance(value, np.generic):
         return to_plain(value.item(), where)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":

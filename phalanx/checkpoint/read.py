@@ -189,17 +189,17 @@ def compare_model(manifest: Manifest, model: Mapping[str, tuple[Sequence[int], s
     """
     saved = manifest.tensors
     for name, (shape, dtype) in model.items():
-        here = TensorInfo(tuple(shape), str(dtype).removeprefix("torch."))
+        info = TensorInfo(tuple(shape), str(dtype).removeprefix("torch."))
         if name not in saved:
             raise _other_names(saved, model, name)
-        if saved[name] != here:
-            raise _different(name, saved[name], here)
+        if saved[name] != info:
+            raise _different(name, saved[name], info)
     if len(saved) > len(model):
         raise _other_names(saved, model, next(name for name in saved if name not in model))
 
 
-def _different(name: str, saved: TensorInfo, here: TensorInfo) -> CheckpointError:
-    then, now = (list(saved.shape), list(here.shape)) if saved.shape != here.shape else (saved.dtype, here.dtype)
+def _different(name: str, saved: TensorInfo, info: TensorInfo) -> CheckpointError:
+    then, now = (list(saved.shape), list(info.shape)) if saved.shape != info.shape else (saved.dtype, info.dtype)
     return CheckpointError(
         f"the checkpoint belongs to another model: {name} is {then} in the checkpoint and {now} in the model",
         hint="Build the model as it was when the checkpoint was saved, or set another checkpoint_dir.",

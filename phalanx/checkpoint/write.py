@@ -82,7 +82,7 @@ class Saver:
         self._staging = Staging()
         self._job: _Job | None = None
         self._known_chunks: set[str] = set()
-        self._known: dict[Path, Stamp] = {}
+        self._stamps: dict[Path, Stamp] = {}
         self.token = ""
         """Names the save in flight, equal on all ranks."""
 
@@ -161,7 +161,7 @@ class _Job(threading.Thread):
         self._prefix = f"phalanx/checkpoint/{token}"
         self._rank, self._ranks = collectives.rank(), collectives.world_size()
         self._store = collectives.store() if self._ranks > 1 else None
-        self._place: Storage = storage_at(request.directory)
+        self._storage: Storage = storage_at(request.directory)
         self._staging, self._known_chunks = saver._staging, saver._known_chunks
         self._board = current_heartbeat()
         self.abandoned = threading.Event()
@@ -241,7 +241,7 @@ class _Job(threading.Thread):
     def _begun(self) -> Draft:
         directory = self._request.directory
         try:
-            return self._place.begin(self._snapshot.step)
+            return self._storage.begin(self._snapshot.step)
         except (FileExistsError, NotADirectoryError):
             raise not_a_directory(directory) from None
         except OSError as error:
@@ -249,10 +249,10 @@ class _Job(threading.Thread):
 
     def _joined(self, token: str) -> Draft:
         try:
-            return self._place.join(token)
+            return self._storage.join(token)
         except FileNotFoundError:
             raise CheckpointError(
-                f"rank {self._rank} on {socket.gethostname()} does not see {self._place.path(token)}, "
+                f"rank {self._rank} on {socket.gethostname()} does not see {self._storage.path(token)}, "
                 "which rank 0 has just created",
                 hint="Set checkpoint_dir to a file system that all hosts share.",
             ) from None
@@ -268,7 +268,7 @@ class _Job(threading.Thread):
             if self._layout.pieces and self._request.kind == "incremental":
                 folder, view = chunks.folder_of(self._request.run_id), self._staging.view()
                 leaves, written = chunks.write(
-                    self._place, folder, view, self._layout.cuts(), self._known_chunks, self._advance
+                    self._storage, folder, view, self._layout.cuts(), self._known_chunks, self._advance
                 )
             elif self._layout.pieces:
                 name = self._data_name(self._rank)
@@ -278,7 +278,7 @@ class _Job(threading.Thread):
                         self._advance()
                         stream.write(view[start : start + _PIECE_BYTES])
         except OSError as error:
-            path = as_path(error.filename) if error.filename else self._place.path(draft.token) / name
+            path = as_path(error.filename) if error.filename else self._storage.path(draft.token) / name
             raise write_failed(error, rank=self._rank, path=path, needed=self._layout.size) from error
         records = {key: [record.size, record.hash, list(record.leaves)] for key, record in draft.records.items()}
         return {"records": records, "leaves": leaves, "written": written}
@@ -327,14 +327,14 @@ class _Job(threading.Thread):
             self._advance()
             name = draft.publish(manifest)
         except OSError as error:
-            raise write_failed(error, rank=0, path=self._place.path(draft.token) / MANIFEST, needed=0) from error
-        published = Checkpoint(self._place.path(name), manifest)
+            raise write_failed(error, rank=0, path=self._storage.path(draft.token) / MANIFEST, needed=0) from error
+        published = Checkpoint(self._storage.path(name), manifest)
         if not sizes_match(published):
             raise CheckpointError(
                 f"{published.path} was published, and its files do not have the sizes that were written",
                 hint="The file system loses data. Earlier checkpoints were not removed; use another checkpoint_dir.",
             )
-        stamps = self._saver._known
+        stamps = self._saver._stamps
         stamps[published.path] = stamp_of(published)  # also where it has replaced one that was known
         notes = keep_newest(published, request.keep_last, request.best, request.keep_every, stamps)
         written = new + sum(part["written"] for part in parts)
@@ -362,7 +362,7 @@ class _Job(threading.Thread):
 
     def _publication_time(self) -> float:
         """Return a time that is later than those of all present checkpoints, also where this clock is behind."""
-        present = read_stamps(self._request.directory, self._saver._known)
+        present = read_stamps(self._request.directory, self._saver._stamps)
         return max([time.time(), *(one.published_at + _MOMENT_SECONDS for one in present)])
 
     def _post(self, name: str, message: dict[str, Any]) -> None:

@@ -126,22 +126,22 @@ def _help() -> str:
         "Phalanx: one trainer, every parallelism, from a laptop to a cluster.\n\n"
         "usage: phalanx <command> [options]\n\n"
         f"{verbs}\n\n"
-        "next:\n" + "\n".join(f"  {command:<49} {what}" for command, what in _next(Path()))
+        "next:\n" + "\n".join(f"  {command:<49} {meaning}" for command, meaning in _next(Path()))
     )
 
 
 def _next(folder: Path) -> list[tuple[str, str]]:
     """Return what to type in a folder: what continues the work that is there, else how to begin."""
-    found = [
+    suggestions = [
         (f"phalanx train {path.name}", "the recipe of this folder") for path in sorted(folder.glob("recipe*.toml"))
     ]
-    found = found[:1] or [("phalanx train digits", "a real model on two ranks, in seconds")]
+    suggestions = suggestions[:1] or [("phalanx train digits", "a real model on two ranks, in seconds")]
     if any(folder.glob("runs/*/run.json")):
-        found += [
+        suggestions += [
             ("phalanx runs", "the runs of this folder"),
             ("phalanx resume last", "continue the last one"),
             ("phalanx ui", "all of them in the browser"),
         ]
     else:
-        found.append(("phalanx train --script train.py --num-workers 2", "any script that runs under torchrun"))
-    return [*found, ("phalanx <command> --help", "the options of a command")]
+        suggestions.append(("phalanx train --script train.py --num-workers 2", "any script that runs under torchrun"))
+    return [*suggestions, ("phalanx <command> --help", "the options of a command")]

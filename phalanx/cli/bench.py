@@ -49,8 +49,8 @@ def run(arguments: Sequence[str]) -> int:
     subject = arguments[0]
     if subject not in SUBJECTS:
         raise UsageError(unknown_name("subject", subject, SUBJECTS, of="phalanx bench"))
-    asked = parser(subject).parse_all(arguments[1:])
-    return {"comm": _comm, "machine": _machine}[subject](asked)
+    namespace = parser(subject).parse_all(arguments[1:])
+    return {"comm": _comm, "machine": _machine}[subject](namespace)
 
 
 def _machine_parser() -> FlagParser:
@@ -62,14 +62,14 @@ def _machine_parser() -> FlagParser:
     return parser
 
 
-def _machine(asked: argparse.Namespace) -> int:
+def _machine(namespace: argparse.Namespace) -> int:
     prestart()
     from phalanx.tools.bench.calibrate import calibrate  # imports torch
 
-    out = sys.stderr if asked.json else sys.stdout
-    path = calibrate(asked.output, lambda text: print(text, file=out, flush=True))
+    out = sys.stderr if namespace.json else sys.stdout
+    path = calibrate(namespace.output, lambda text: print(text, file=out, flush=True))
     print(f"kept in {path}; a plan for this machine: phalanx plan MODEL --gpus 1 --gpu measured", file=out)
-    if asked.json:
+    if namespace.json:
         print_json(json.loads(path.read_text(encoding="utf-8")))
     return 0
 
@@ -82,20 +82,24 @@ counts wrong elements of the result. An algorithm that cannot run here is left o
 Started by torchrun, srun or mpirun it measures the ranks of that job, on several hosts too."""
 
 
-def _comm(asked: argparse.Namespace) -> int:
-    plan = _comm_plan(asked)
+def _comm(namespace: argparse.Namespace) -> int:
+    plan = _comm_plan(namespace)
     if read_rank_env() is None:
         prestart()
-    console = PlainConsole(out=sys.stderr if asked.json else None)
-    found = run_bench(plan, asked.num_workers, console, threads=asked.threads_per_rank)
-    if found is None:  # a rank of a job that torchrun, srun or mpirun started, and not the first one
+    console = PlainConsole(out=sys.stderr if namespace.json else None)
+    measured = run_bench(plan, namespace.num_workers, console, threads=namespace.threads_per_rank)
+    if measured is None:  # a rank of a job that torchrun, srun or mpirun started, and not the first one
         return 0
-    print(_comm_summary(found, link_report=asked.link_report), end="", file=sys.stderr if asked.json else sys.stdout)
-    if asked.json:
-        print_json(found.get("rows", found))
-    if asked.plot:
-        _comm_plot(found, asked.plot)
-    return 1 if any(row["wrong"] for row in found.get("rows", ())) else 0
+    print(
+        _comm_summary(measured, link_report=namespace.link_report),
+        end="",
+        file=sys.stderr if namespace.json else sys.stdout,
+    )
+    if namespace.json:
+        print_json(measured.get("rows", measured))
+    if namespace.plot:
+        _comm_plot(measured, namespace.plot)
+    return 1 if any(row["wrong"] for row in measured.get("rows", ())) else 0
 
 
 def _comm_parser() -> FlagParser:
@@ -106,7 +110,7 @@ def _comm_parser() -> FlagParser:
     )
     add = parser.add_argument
     add("--op", default="all_reduce", metavar="NAME", help=f"{', '.join(ALGORITHMS_OF)} [all_reduce]")
-    algos = ", ".join(dict.fromkeys(algo for known in ALGORITHMS_OF.values() for algo in known))
+    algos = ", ".join(dict.fromkeys(algo for algos_of_op in ALGORITHMS_OF.values() for algo in algos_of_op))
     add("--algo", metavar="A,B", help=f"which of {algos} (default: those that run anywhere)")
     add("--sizes", metavar="FIRST:LAST", help="1K:256M, 1K:256M:4 (each four times the last), or 1K,64K,4M [1K:64M:4]")
     add("--num-workers", type=int, default=2, metavar="N", help="ranks on this machine [2]")
@@ -125,54 +129,56 @@ def _comm_parser() -> FlagParser:
     return parser
 
 
-def _comm_plan(asked: argparse.Namespace) -> BenchPlan:
-    only_links = (asked.p2p or asked.link_report) and asked.sizes is None and asked.algo is None
-    if asked.ranks_per_host is not None and asked.ranks_per_host < 1:
-        raise UsageError(f"--ranks-per-host is {asked.ranks_per_host}", hint="It must be 1 or more.")
+def _comm_plan(namespace: argparse.Namespace) -> BenchPlan:
+    only_links = (namespace.p2p or namespace.link_report) and namespace.sizes is None and namespace.algo is None
+    if namespace.ranks_per_host is not None and namespace.ranks_per_host < 1:
+        raise UsageError(f"--ranks-per-host is {namespace.ranks_per_host}", hint="It must be 1 or more.")
     return BenchPlan(
-        op=asked.op,
-        algos=parse_algorithms(asked.algo, asked.op, "cuda" if asked.share_gpus else asked.device),
-        sizes=() if only_links else parse_sizes(asked.sizes or "1K:64M:4"),
-        dtype=asked.dtype,
-        redop=asked.redop,
-        iters=asked.iters,
-        warmup=asked.warmup,
-        ranks_per_host=asked.ranks_per_host,
-        p2p=asked.p2p or asked.link_report,
-        ranks_per_gpu=_ranks_per_gpu(asked),
+        op=namespace.op,
+        algos=parse_algorithms(namespace.algo, namespace.op, "cuda" if namespace.share_gpus else namespace.device),
+        sizes=() if only_links else parse_sizes(namespace.sizes or "1K:64M:4"),
+        dtype=namespace.dtype,
+        redop=namespace.redop,
+        iters=namespace.iters,
+        warmup=namespace.warmup,
+        ranks_per_host=namespace.ranks_per_host,
+        p2p=namespace.p2p or namespace.link_report,
+        ranks_per_gpu=_ranks_per_gpu(namespace),
     )
 
 
-def _ranks_per_gpu(asked: argparse.Namespace) -> int:
+def _ranks_per_gpu(namespace: argparse.Namespace) -> int:
     """Return how many ranks will share a GPU; refuse what needs a GPU where there is none."""
-    if asked.device != "cuda" and not asked.share_gpus:
+    if namespace.device != "cuda" and not namespace.share_gpus:
         return 1
     if not count_gpus():
-        flag = "--share-gpus" if asked.share_gpus else "--device cuda"
-        hint = f"Without a GPU: phalanx bench comm --num-workers {asked.num_workers} --algo gloo,shm"
+        flag = "--share-gpus" if namespace.share_gpus else "--device cuda"
+        hint = f"Without a GPU: phalanx bench comm --num-workers {namespace.num_workers} --algo gloo,shm"
         raise UsageError(f"{flag}, but no GPU was found on this machine", hint=hint)
-    if not asked.share_gpus:
+    if not namespace.share_gpus:
         return 1
     if (started := read_rank_env()) is not None:
         raise UsageError("--share-gpus is for ranks that Phalanx starts", hint=f"Run it without {started.started_by}.")
-    return plan_layout(DistributedConfig(num_workers=asked.num_workers, share_gpus=True), count_gpus()).ranks_per_gpu
+    return plan_layout(
+        DistributedConfig(num_workers=namespace.num_workers, share_gpus=True), count_gpus()
+    ).ranks_per_gpu
 
 
-def _comm_summary(found: dict[str, Any], *, link_report: bool) -> str:
+def _comm_summary(measured: dict[str, Any], *, link_report: bool) -> str:
     """Return what is shown below the rows, which the ranks printed themselves."""
-    parts = [side_by_side([make_row(row) for row in found.get("rows", ())])]
-    if "latency_us" in found:
-        parts.append(matrix_table("latency, one way", found["latency_us"], "us"))
-        parts.append(matrix_table("bandwidth", found["bandwidth_gbs"], "GB/s"))
+    parts = [side_by_side([make_row(row) for row in measured.get("rows", ())])]
+    if "latency_us" in measured:
+        parts.append(matrix_table("latency, one way", measured["latency_us"], "us"))
+        parts.append(matrix_table("bandwidth", measured["bandwidth_gbs"], "GB/s"))
     if link_report:
-        best = max((value for row in found["bandwidth_gbs"] for value in row), default=0.0)
+        best = max((value for row in measured["bandwidth_gbs"] for value in row), default=0.0)
         links = [*network_links(), *gpu_links()]
-        parts.append(link_table(best, found["copy_gbs"], one_host=found["hosts"] == 1, links=links))
+        parts.append(link_table(best, measured["copy_gbs"], one_host=measured["hosts"] == 1, links=links))
     return "".join(f"\n{part}\n" for part in parts if part)
 
 
-def _comm_plot(found: dict[str, Any], path: str) -> None:
-    if found.get("rows"):
-        plot_rows([make_row(row) for row in found["rows"]], path)
-    elif "latency_us" in found:
-        plot_links(found["latency_us"], found["bandwidth_gbs"], path)
+def _comm_plot(measured: dict[str, Any], path: str) -> None:
+    if measured.get("rows"):
+        plot_rows([make_row(row) for row in measured["rows"]], path)
+    elif "latency_us" in measured:
+        plot_links(measured["latency_us"], measured["bandwidth_gbs"], path)

@@ -9,10 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from phalanx.cli.flags import FlagParser, take_action
+from phalanx.checkpoint.lock import runs_under_way
+from phalanx.cli.flags import FlagParser, pop_action
 from phalanx.cli.json_output import print_json
 from phalanx.cli.parsers import CKPT_ACTIONS, ckpt_parser
 from phalanx.errors import UsageError
+from phalanx.observe.best_mark import read_mark
 from phalanx.observe.format import duration, size, table
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         parser().print_help()
         return 0
-    action = take_action(words, "ckpt", CKPT_ACTIONS, "ACTION PATH")
+    action = pop_action(words, "ckpt", CKPT_ACTIONS, "ACTION PATH")
     namespace = ckpt_parser(action).parse_all(words)
     actions = {"ls": _list, "inspect": _inspect, "check": _check, "diff": _diff}
     answer = {**actions, "reshard": _reshard, "prune": _prune, "cp": _copy}[action](namespace)
@@ -59,8 +61,6 @@ def _printable(text: str) -> str:
 
 def _facts(one: Checkpoint) -> dict[str, Any]:
     """Return what `ls` and `inspect` both show."""
-    from phalanx.observe.best_mark import read_mark
-
     manifest, best = one.manifest, read_mark(one.path)
     return {
         "path": str(one.path),
@@ -80,14 +80,14 @@ def _list(namespace: argparse.Namespace) -> _Answer:
     from phalanx.cli.ckpt_target import directory_of
 
     directory = directory_of(namespace.run)
-    found, unreadable = survey(directory)
-    data = [{**_facts(one), "status": "complete" if sizes_match(one) else "damaged"} for one in found]
+    checkpoints, unreadable = survey(directory)
+    data = [{**_facts(one), "status": "complete" if sizes_match(one) else "damaged"} for one in checkpoints]
     rows = [("name", "step", "age", "size", "ranks", "kind", "best", "status")]
-    for one, row in zip(found, data, strict=True):
+    for one, row in zip(checkpoints, data, strict=True):
         best = f"{row['best']['metric']} {row['best']['value']:.4g}" if row["best"] else ""
         age = duration(max(0.0, time.time() - row["saved"]))
-        shown = str(one.step), age, size(row["bytes"]), str(row["ranks"]), row["kind"], best, row["status"]
-        rows.append((one.path.name, *shown))
+        cells = str(one.step), age, size(row["bytes"]), str(row["ranks"]), row["kind"], best, row["status"]
+        rows.append((one.path.name, *cells))
     rows += [(path.name, *"-----", "", "damaged") for path, _ in unreadable]
     data += [{"path": str(path), "status": "damaged", "reason": error.message} for path, error in unreadable]
     reasons = [f"{path.name}: {error.message}" for path, error in unreadable]
@@ -116,7 +116,7 @@ def _inspect(namespace: argparse.Namespace) -> _Answer:
     parts = [
         table([(name, str(value)) for name, value in about.items() if value != ""]),
         table(_tensor_rows(tensors) if namespace.tensors else _entry_rows(tensors)),
-        table([("file", "size", "hash"), *((name, size(each.size), each.hash) for name, each in records)]),
+        table([("file", "size", "hash"), *((name, size(entry.size), entry.hash) for name, entry in records)]),
     ]
     return _Answer({**facts, **more, "files": files, "tensors": tensors}, "\n\n".join(parts))
 
@@ -135,10 +135,10 @@ def _tensor_rows(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
 def _entry_rows(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("entry", "tensors", "elements", "dtypes", "size")]
     for entry in dict.fromkeys(name.split(".")[0] for name in tensors):
-        own = [info for name, info in tensors.items() if name.split(".")[0] == entry]
-        elements = sum(math.prod(info["shape"]) for info in own)
-        dtypes = ", ".join(sorted({info["dtype"] for info in own}))
-        rows.append((entry, str(len(own)), f"{elements:,}", dtypes, size(sum(info["bytes"] for info in own))))
+        infos = [info for name, info in tensors.items() if name.split(".")[0] == entry]
+        elements = sum(math.prod(info["shape"]) for info in infos)
+        dtypes = ", ".join(sorted({info["dtype"] for info in infos}))
+        rows.append((entry, str(len(infos)), f"{elements:,}", dtypes, size(sum(info["bytes"] for info in infos))))
     return rows
 
 
@@ -146,14 +146,14 @@ def _check(namespace: argparse.Namespace) -> _Answer:
     from phalanx.checkpoint import verify
     from phalanx.cli.ckpt_target import named_checkpoints
 
-    found, unreadable = named_checkpoints(namespace.run)
+    checkpoints, unreadable = named_checkpoints(namespace.run)
     problems = {str(path): [error.message] for path, error in unreadable}
     lines = [f"{path}: damaged\n  {listed[0]}" for path, listed in problems.items()]
-    for one in found:
+    for one in checkpoints:
         started = time.monotonic()
         wrong = problems[str(one.path)] = verify(one.path, manifest=one.manifest)
-        what = f"{len(one.manifest.files)} files, {size(one.manifest.bytes)}, {time.monotonic() - started:.1f} s"
-        lines.append("\n  ".join([f"{one.path}: damaged", *wrong]) if wrong else f"{one.path}: intact ({what})")
+        facts = f"{len(one.manifest.files)} files, {size(one.manifest.bytes)}, {time.monotonic() - started:.1f} s"
+        lines.append("\n  ".join([f"{one.path}: damaged", *wrong]) if wrong else f"{one.path}: intact ({facts})")
     data = [{"path": path, "problems": listed} for path, listed in problems.items()]
     return _Answer(data, "\n".join(lines), int(any(problems.values())))
 
@@ -166,7 +166,7 @@ def _diff(namespace: argparse.Namespace) -> _Answer:
     result = compare(first, second, f"{namespace.only.rstrip('.')}." if namespace.only else "")
     data: dict[str, Any] = {**vars(result), "same_tensors": result.same_tensors, "unrelated": result.unrelated}
     data["checkpoints"] = [{"path": str(one.path), "step": one.step} for one in (first, second)]
-    data["differences"] = [vars(each) for each in result.differences]
+    data["differences"] = [vars(difference) for difference in result.differences]
     places = table([("A", str(first.path), f"step {first.step}"), ("B", str(second.path), f"step {second.step}")])
     lines = _difference_lines(result, None if namespace.tensors else _SHOWN)
     if result.unrelated and not namespace.tensors:
@@ -185,11 +185,15 @@ def _difference_lines(result: StateDifference, limit: int | None) -> list[str]:
     elif not result.differences:
         lines.append(f"the {result.tensors} tensors that both have are identical, bit for bit")
     else:
-        ordered = sorted(result.differences, key=lambda each: (not each.name.startswith("model"), -each.relative))
+        ordered = sorted(
+            result.differences, key=lambda difference: (not difference.name.startswith("model"), -difference.relative)
+        )
         rows = [("tensor", "max abs", "relative", "elements", "")]
-        for each in ordered[:limit]:
-            counts = f"{each.different:,} of {each.elements:,}"
-            rows.append((each.name, f"{each.max_abs:.3g}", f"{each.relative:.2g}", counts, each.reason))
+        for difference in ordered[:limit]:
+            counts = f"{difference.different:,} of {difference.elements:,}"
+            rows.append(
+                (difference.name, f"{difference.max_abs:.3g}", f"{difference.relative:.2g}", counts, difference.reason)
+            )
         lines += [f"{len(ordered)} of {result.tensors} tensors differ:", table(rows)]
         if len(ordered) >= len(rows):
             lines.append(f"... and {len(ordered) - len(rows) + 1} more: add --tensors")
@@ -209,18 +213,17 @@ def _reshard(namespace: argparse.Namespace) -> _Answer:
 def _prune(namespace: argparse.Namespace) -> _Answer:
     from phalanx.checkpoint.find import survey
     from phalanx.checkpoint.keep import beyond, prune_chunks, remove
-    from phalanx.checkpoint.lock import runs_under_way
     from phalanx.cli.ckpt_target import directory_of
 
     for flag in ("keep_last", "keep_every"):
-        if (given := getattr(namespace, flag)) is not None and given < 1:
-            raise UsageError(f"--{flag.replace('_', '-')} {given}: it must be 1 or more")
+        if (value := getattr(namespace, flag)) is not None and value < 1:
+            raise UsageError(f"--{flag.replace('_', '-')} {value}: it must be 1 or more")
     directory = directory_of(namespace.run)
     if going := runs_under_way(directory):
         hint = "Prune when the run has ended; a run prunes by keep_last itself."
         raise UsageError(f"{directory} is in use by {going[0]}", hint=hint)
-    found = survey(directory)[0]
-    chosen = beyond(found, namespace.keep_last, namespace.keep_every)
+    checkpoints = survey(directory)[0]
+    chosen = beyond(checkpoints, namespace.keep_last, namespace.keep_every)
     notes: list[str] = []
     if not namespace.dry_run:
         for one in chosen:
@@ -229,18 +232,18 @@ def _prune(namespace: argparse.Namespace) -> _Answer:
     paths = [str(one.path) for one in chosen]
     done = "would remove" if namespace.dry_run else "removed"
     lines = [f"{done} {one.path} ({size(one.manifest.bytes)})" for one in chosen]
-    kept = len(found) - len(chosen)
-    data = {"removed": paths, "kept": kept, "dry_run": namespace.dry_run, "notes": notes}
-    return _Answer(data, "\n".join([*lines, *notes, f"{len(chosen)} {done.split()[-1]}, {kept} kept"]))
+    remaining = len(checkpoints) - len(chosen)
+    data = {"removed": paths, "kept": remaining, "dry_run": namespace.dry_run, "notes": notes}
+    return _Answer(data, "\n".join([*lines, *notes, f"{len(chosen)} {done.split()[-1]}, {remaining} kept"]))
 
 
 def _copy(namespace: argparse.Namespace) -> _Answer:
     from phalanx.checkpoint.copy import copy_checkpoint
     from phalanx.cli.ckpt_target import named_checkpoints, open_checkpoint, target_directory
 
-    found = named_checkpoints(namespace.run)[0][::-1] if namespace.all else [open_checkpoint(namespace.run)]
+    checkpoints = named_checkpoints(namespace.run)[0][::-1] if namespace.all else [open_checkpoint(namespace.run)]
     data, lines = [], []
-    for one in found:
+    for one in checkpoints:
         directory = target_directory(namespace.target, one)
         copied = copy_checkpoint(one, directory, lambda file: print(f"  {file}", file=sys.stderr))
         data.append({"source": str(one.path), "path": str(copied.path), "files": copied.files, "bytes": copied.bytes})

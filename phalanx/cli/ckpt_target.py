@@ -17,53 +17,53 @@ from phalanx.run.stored import StoredRun, find_run, is_run
 _CHOSEN = re.compile(r"(?P<place>.+)@(?P<which>\d+|best|last)")
 
 
-def directory_of(given: str) -> Path:
+def directory_of(argument: str) -> Path:
     """Return the directory of checkpoints that an argument names; UsageError where there is none."""
-    path = _located(given)
+    path = _located(argument)
     if _is_checkpoint(path):
         raise UsageError(f"{path} is one checkpoint", hint=f"Give the directory that holds it: {path.parent}")
     if not path.is_dir():
         raise UsageError(f"{path} holds no checkpoints: it does not exist")
-    found, unreadable = survey(path)
-    kind = None if found or unreadable else looks_like(path)
+    checkpoints, unreadable = survey(path)
+    kind = None if checkpoints or unreadable else looks_like(path)
     if kind is not None:
         raise _refused(foreign(path, kind))
     return path
 
 
-def named_checkpoints(given: str) -> tuple[list[Checkpoint], list[tuple[Path, CheckpointError]]]:
+def named_checkpoints(argument: str) -> tuple[list[Checkpoint], list[tuple[Path, CheckpointError]]]:
     """Return the checkpoints that an argument names, the newest first, and those whose manifest cannot be read."""
-    match = _CHOSEN.fullmatch(given)
-    if match or _is_checkpoint(_located(given)):
-        return [open_checkpoint(given)], []
-    directory = directory_of(given)
-    found, unreadable = survey(directory)
-    if not found and not unreadable:
+    match = _CHOSEN.fullmatch(argument)
+    if match or _is_checkpoint(_located(argument)):
+        return [open_checkpoint(argument)], []
+    directory = directory_of(argument)
+    checkpoints, unreadable = survey(directory)
+    if not checkpoints and not unreadable:
         raise UsageError(f"{directory} holds no checkpoint")
-    return found, unreadable
+    return checkpoints, unreadable
 
 
-def open_checkpoint(given: str) -> Checkpoint:
+def open_checkpoint(argument: str) -> Checkpoint:
     """Return the one checkpoint that an argument names, the newest of a directory or run where it names no other."""
-    match = _CHOSEN.fullmatch(given)
-    path = _located(match["place"] if match else given)
+    match = _CHOSEN.fullmatch(argument)
+    path = _located(match["place"] if match else argument)
     if match is None and _is_checkpoint(path):
         return Checkpoint(path, read_manifest(path))
-    found, unreadable = named_checkpoints(str(path))
-    if not found:
+    checkpoints, unreadable = named_checkpoints(str(path))
+    if not checkpoints:
         raise unreadable[0][1]
     which = match["which"] if match else "last"
-    best = latest_mark(one.path for one in found) if which == "best" else None
-    for one in found:
+    best = latest_mark(one.path for one in checkpoints) if which == "best" else None
+    for one in checkpoints:
         if which == "last" or str(one.step) == which or (best is not None and one.path == best.path):
             return one
-    names = ", ".join(str(one.step) for one in found)
+    names = ", ".join(str(one.step) for one in checkpoints)
     raise UsageError(f"{path} has no checkpoint '{which}'; it has those of step {names}")
 
 
-def target_directory(given: str, source: Checkpoint) -> Path:
+def target_directory(argument: str, source: Checkpoint) -> Path:
     """Return the directory that a copy goes into; the name of the checkpoint may be written after it."""
-    path = as_path(given)
+    path = as_path(argument)
     if path.name == source.path.name:
         return path.parent
     if is_published(path.name) or (not isinstance(path, RemotePath) and path.is_file()):
@@ -77,9 +77,9 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).exists() or (is_published(path.name) and path.is_dir())
 
 
-def _located(given: str) -> Path:
+def _located(argument: str) -> Path:
     """Return the path of an argument; a run stands for its directory of checkpoints."""
-    path = as_path(given)
+    path = as_path(argument)
     if isinstance(path, RemotePath):
         if not path.exists():
             raise UsageError(f"there is nothing at {path}")
@@ -88,9 +88,9 @@ def _located(given: str) -> Path:
         return _checkpoints_of(StoredRun(path)) if is_run(path) and not _is_checkpoint(path) else path
     if path.exists():
         raise _refused(foreign(path, looks_like(path) or "a file"))
-    if "/" not in given:
-        return _checkpoints_of(find_run(given))
-    siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    if "/" not in argument:
+        return _checkpoints_of(find_run(argument))
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings)
     guess = f" Did you mean {path.parent / close}?" if close else ""
     raise UsageError(f"{path} does not exist.{guess}", hint=f"A checkpoint is named like {step_name(100)}.")

@@ -37,9 +37,9 @@ def parser_for(words: Sequence[str]) -> argparse.ArgumentParser:
         if verb != typed:
             verbs.add_parser(verb, help=text, add_help=False)
             continue
-        actions = _actions(verb)
+        actions = actions_of(verb)
         if not actions:
-            _add(verbs, verb, _parser_of(verb))
+            _add(verbs, verb, parser_of(verb))
             continue
         inner = verbs.add_parser(verb, help=text, add_help=False).add_subparsers()
         for name, make in actions.items():
@@ -47,9 +47,9 @@ def parser_for(words: Sequence[str]) -> argparse.ArgumentParser:
     return root
 
 
-def _add(parsers: Any, name: str, known: argparse.ArgumentParser | None) -> None:
+def _add(parsers: Any, name: str, own_parser: argparse.ArgumentParser | None) -> None:
     """Add a command with the flags of its own parser, each with what completes its value."""
-    parents = [] if known is None else [known]
+    parents = [] if own_parser is None else [own_parser]
     added = parsers.add_parser(name, add_help=False, parents=parents, conflict_handler="resolve")
     for action in added._actions:
         if action.nargs == "?" and action.option_strings:
@@ -58,7 +58,7 @@ def _add(parsers: Any, name: str, known: argparse.ArgumentParser | None) -> None
             action.completer = _completer(action)
 
 
-def _actions(verb: str) -> dict[str, Callable[[], argparse.ArgumentParser | None]]:
+def actions_of(verb: str) -> dict[str, Callable[[], argparse.ArgumentParser | None]]:
     """Return the words that follow a verb, each with its parser; empty for a verb that takes none."""
     if verb == "ckpt":
         return {name: partial(ckpt_parser, name) for name in CKPT_ACTIONS}
@@ -69,7 +69,7 @@ def _actions(verb: str) -> dict[str, Callable[[], argparse.ArgumentParser | None
     module: Any = import_module(f"phalanx.cli.{verb}")
     if verb in ("runs", "jobs", "bench", "data", "learn"):
         return {name: partial(module.parser, name) for name in (module.SUBJECTS if verb == "bench" else module.ACTIONS)}
-    return {"show": partial(_parser_of, verb)} if verb == "config" else {}
+    return {"show": partial(parser_of, verb)} if verb == "config" else {}
 
 
 def _submit_parser(target: str) -> argparse.ArgumentParser:
@@ -82,7 +82,7 @@ def _submit_parser(target: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _parser_of(verb: str) -> argparse.ArgumentParser | None:
+def parser_of(verb: str) -> argparse.ArgumentParser | None:
     """Return the parser of a verb, where it has one."""
     make = PARSERS.get(verb) or getattr(import_module(f"phalanx.cli.{verb}"), "parser", None)
     return None if make is None else make()
@@ -91,17 +91,17 @@ def _parser_of(verb: str) -> argparse.ArgumentParser | None:
 def _completer(action: argparse.Action) -> Callable[..., list[str]] | None:
     """Return what completes an argument: that of its name, or the choices in its metavar; None: files."""
     if action.dest in _BY_NAME:
-        return lambda **asked: _BY_NAME[action.dest](asked["parsed_args"])
+        return lambda **keywords: _BY_NAME[action.dest](keywords["parsed_args"])
     words = re.split(r"[|,]", str(action.metavar or "").strip("{}"))
     is_choice = len(words) > 1 and all(word.islower() or word.isdigit() for word in words)
-    return (lambda **asked: words) if is_choice else None
+    return (lambda **keywords: words) if is_choice else None
 
 
 def run_names(parsed: Any) -> list[str]:
     """Return the folders in ./runs, the newest first."""
     folder = Path("runs")
-    found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
+    folders = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
 def _job_names(parsed: Any) -> list[str]:

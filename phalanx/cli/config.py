@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.cli.json_output import add_json_flag, print_json
-from phalanx.config import FIELDS, GROUPS, Resolved, write_toml
+from phalanx.config import FIELDS, GROUPS, ResolvedConfig, write_toml
 from phalanx.config.settings import title_of
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import load_recipe
@@ -41,23 +41,23 @@ def run(arguments: Sequence[str]) -> int:
     recipe = load_recipe(namespace.recipe) if namespace.recipe else None
     resolved = resolve_flags(namespace, recipe)
     values, every = resolved.config, resolved.origins.keys()
-    shown = [name for name in every if not namespace.changed or getattr(values, name) != FIELDS[name].default]
+    names = [name for name in every if not namespace.changed or getattr(values, name) != FIELDS[name].default]
     if namespace.json:
         plain = values.to_dict()
-        print_json({name: {"value": plain[name], "origin": resolved.origins[name]} for name in shown})
+        print_json({name: {"value": plain[name], "origin": resolved.origins[name]} for name in names})
     elif namespace.toml:  # defaults as comments: in a file they would win over a recipe's values
         defaults = {name for name, origin in resolved.origins.items() if origin == "default"}
         print(write_toml(values, as_comments=defaults), end="")
     else:
-        _print_table(resolved, shown)
+        _print_table(resolved, names)
     return 0
 
 
-def _print_table(resolved: Resolved, shown: Collection[str]) -> None:
-    if not shown:
+def _print_table(resolved: ResolvedConfig, settings: Collection[str]) -> None:
+    if not settings:
         print("every setting has its default")
     for group in GROUPS:
-        names = [name for name in group.__dataclass_fields__ if name in shown]
+        names = [name for name in group.__dataclass_fields__ if name in settings]
         if names:
             print(_bold(title_of(group)))
         for name in names:

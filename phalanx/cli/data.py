@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli import data_tokens
-from phalanx.cli.flags import FlagParser, take_action
+from phalanx.cli.flags import FlagParser, pop_action
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import duration, size, table
@@ -42,8 +42,8 @@ _ENDS = """FOLDER holds train/<class>/ and val/<class>/ with images, or <class>/
 Train on the shards with data = {name = "shards", root = "DIR"} in a recipe."""
 
 
-def parser(action: str = "pack", made: str = "shapes") -> FlagParser:
-    """Return the parser of one action; `made`: the set that `make` is asked for."""
+def parser(action: str = "pack", dataset: str = "shapes") -> FlagParser:
+    """Return the parser of one action; `dataset`: the set that `make` is asked for."""
     listed = "\n".join(f"  {name:<9} {text}" for name, text in ACTIONS.items())
     parser = FlagParser(
         prog=f"phalanx data {action}",
@@ -60,14 +60,14 @@ def parser(action: str = "pack", made: str = "shapes") -> FlagParser:
         add("set", metavar="SET", help="\n".join(f"{name}: {text}" for name, text in SETS.items()))
         add("--seed", type=int, default=0, metavar="N", help="another number draws another set [0]")
         add_json_flag(parser, "it")
-    if action == "make" and made == "questions":
+    if action == "make" and dataset == "questions":
         add("--out", required=True, metavar="DIR", help="the folder to write")
         add("--count", type=int, default=20_000, metavar="N", help="training questions; a tenth of it is dev [20000]")
         add("--unanswerable", type=float, default=0.0, metavar="SHARE", help="questions without an answer [0]")
         return parser
     if action != "make":
-        what = "class folders with images" if action == "pack" else "shards, tars or class folders"
-        add("folder", metavar=_USAGE[action].split()[0], help=what)
+        content = "class folders with images" if action == "pack" else "shards, tars or class folders"
+        add("folder", metavar=_USAGE[action].split()[0], help=content)
     if action != "info":
         usual = "about 200 MB each" if action == "pack" else "2,500 images each"
         add("--out", required=True, metavar="DIR", help="the folder for the shards")
@@ -90,9 +90,9 @@ def run(arguments: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         parser().print_help()
         return 0
-    action = take_action(words, "data", ACTIONS, "ACTION")
-    made = next((word for word in words if word in SETS), "shapes")
-    namespace = parser(action, made).parse_all(words)
+    action = pop_action(words, "data", ACTIONS, "ACTION")
+    dataset = next((word for word in words if word in SETS), "shapes")
+    namespace = parser(action, dataset).parse_all(words)
     return {"pack": _pack, "make": _make, "info": _info, "tokenize": data_tokens.run}[action](namespace)
 
 
@@ -201,9 +201,11 @@ def _show(
     names = ", ".join(listed.classes[:3]) + (", ..." if len(listed.classes) > 3 else "")
     print(f"{folder}: {len(listed.classes)} classes ({names}), {about} {took}".rstrip())
     print(table(rows))
-    for what, found in (("not written yet", missing), ("damaged", facts["damaged"])):
-        if found:
-            print(f"{what}: {', '.join(found)}\n  Run the command that wrote the folder again: it writes only these.")
+    for problem, shards in (("not written yet", missing), ("damaged", facts["damaged"])):
+        if shards:
+            print(
+                f"{problem}: {', '.join(shards)}\n  Run the command that wrote the folder again: it writes only these."
+            )
     return int(bool(damaged))
 
 
@@ -234,7 +236,7 @@ def _show_others(namespace: argparse.Namespace, folder: Path) -> int:
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[ShardRecord, str], None]]:
+def _progress(title: str, total: int) -> Iterator[Callable[[ShardRecord, str], None]]:
     """Show shards as they are done: as a bar on a terminal, one line each elsewhere; on standard error."""
     if not sys.stderr.isatty():
         yield lambda record, how: print(f"  {record.name} {how}", file=sys.stderr, flush=True)
@@ -244,5 +246,5 @@ def _progress(what: str, total: int) -> Iterator[Callable[[ShardRecord, str], No
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("images"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(title, total=total)
         yield lambda record, how: bar.advance(task, 0 if how == "damaged" else record.samples)  # it is written again

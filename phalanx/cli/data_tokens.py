@@ -31,36 +31,36 @@ def add_flags(parser: FlagParser) -> None:
     add("--overwrite", action="store_true", help="replace shards of other files or settings in --out")
 
 
-def run(asked: argparse.Namespace) -> int:
+def run(namespace: argparse.Namespace) -> int:
     """Write token shards."""
-    if (asked.tokenizer is None) == (asked.train_bpe is None):
+    if (namespace.tokenizer is None) == (namespace.train_bpe is None):
         raise UsageError(
             "tokenize needs --tokenizer or --train-bpe, and not both",
             hint="Write: --tokenizer path/to/tokenizer.json, or --train-bpe 32000",
         )
-    if asked.workers is not None and asked.workers < 1:
-        raise UsageError(f"--workers {asked.workers}: at least 1")
-    if asked.shard_mb <= 0:
-        raise UsageError(f"--shard-mb {asked.shard_mb}: must be above 0")
+    if namespace.workers is not None and namespace.workers < 1:
+        raise UsageError(f"--workers {namespace.workers}: at least 1")
+    if namespace.shard_mb <= 0:
+        raise UsageError(f"--shard-mb {namespace.shard_mb}: must be above 0")
     from phalanx.zoo.pack.documents import DocumentOptions
     from phalanx.zoo.pack.tokenize import tokenize
     from phalanx.zoo.pack.tokenizer import TokenizeJob
 
     job = TokenizeJob(
-        inputs=tuple(asked.inputs),
-        out=Path(asked.out),
-        tokenizer=None if asked.tokenizer is None else Path(asked.tokenizer).expanduser(),
-        train_bpe=asked.train_bpe,
-        options=DocumentOptions(asked.column, asked.paragraphs),
-        end=asked.end,
-        workers=asked.workers,
-        part_bytes=max(1, int(asked.shard_mb * 1e6)),
-        overwrite=asked.overwrite,
+        inputs=tuple(namespace.inputs),
+        out=Path(namespace.out),
+        tokenizer=None if namespace.tokenizer is None else Path(namespace.tokenizer).expanduser(),
+        train_bpe=namespace.train_bpe,
+        options=DocumentOptions(namespace.column, namespace.paragraphs),
+        end=namespace.end,
+        workers=namespace.workers,
+        part_bytes=max(1, int(namespace.shard_mb * 1e6)),
+        overwrite=namespace.overwrite,
     )
-    out = sys.stderr if asked.json else sys.stdout
+    out = sys.stderr if namespace.json else sys.stdout
     manifest = tokenize(job, lambda text: print(text, file=out, flush=True))
-    if asked.json:
-        counts = {what: manifest.total(what) for what in ("tokens", "documents", "empty")}
+    if namespace.json:
+        counts = {unit: manifest.total(unit) for unit in ("tokens", "documents", "empty")}
         print_json({"out": str(job.out), **counts, "vocab_size": manifest.vocab_size, "shards": len(manifest.shards)})
     else:
         print(f"train on it: phalanx train gpt --data {job.out if job.out.is_absolute() else f'./{job.out}'}")

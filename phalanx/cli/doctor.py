@@ -14,7 +14,12 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
 from phalanx.config.names import unknown_value
 from phalanx.errors import UsageError
+from phalanx.host.files import scratch_folder
+from phalanx.host.gpus import count_gpus
 from phalanx.launch.nccl import CLUSTERS, Variable, nccl_variables
+from phalanx.launch.output import PlainConsole
+from phalanx.tools.bench.comm.plan import BenchPlan
+from phalanx.tools.bench.comm.report import gpu_links, make_row
 from phalanx.tools.doctor.gpus import check_gpus, check_log, log_environment, read_log
 from phalanx.tools.doctor.host import check_host
 from phalanx.tools.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts, ssh_words
@@ -67,12 +72,12 @@ def run(arguments: Sequence[str]) -> int:
         return _print_variables(namespace.nccl_env, namespace.interface, as_json=namespace.json)
     if namespace.record is not None:
         return _record(namespace.record)
-    found = _examine(namespace)
-    results = [result for group in found.values() for result in group]
+    results_of = _examine(namespace)
+    results = [result for group in results_of.values() for result in group]
     if namespace.json:
-        print_json({host: [dataclasses.asdict(result) for result in group] for host, group in found.items()})
+        print_json({host: [dataclasses.asdict(result) for result in group] for host, group in results_of.items()})
     else:
-        print("\n".join(_lines(found, problems=namespace.problems)))
+        print("\n".join(_lines(results_of, problems=namespace.problems)))
     return int(worst(results) == "error")
 
 
@@ -91,31 +96,31 @@ def _examine(namespace: argparse.Namespace) -> dict[str, list[CheckResult]]:
     ssh = ssh_words(namespace.ssh)
     answers = ask_hosts(hosts, ssh, namespace.python) if hosts else ask_job(in_job)
     machines = {host: answer for host, answer in answers.items() if isinstance(answer, HostReader)}
-    found = _examine_several(answers, machines)
+    results = _examine_several(answers, machines)
     if namespace.measure:
         run = over_ssh(machines, ssh, namespace.python) if hosts else by_srun(list(machines))
-        found["all hosts"] += check_links(machines, run)
-    return found
+        results["all hosts"] += check_links(machines, run)
+    return results
 
 
-def _hosts(given: str | None) -> list[str]:
-    hosts = [part.strip() for part in (given or "").split(",") if part.strip()]
-    if given is not None and not hosts:
-        raise UsageError(f"--hosts {given!r} names no host", hint="Write: --hosts node1,node2")
+def _hosts(text: str | None) -> list[str]:
+    hosts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if text is not None and not hosts:
+        raise UsageError(f"--hosts {text!r} names no host", hint="Write: --hosts node1,node2")
     if len(set(hosts)) < len(hosts):
-        raise UsageError(f"--hosts {given}: a host is named twice")
+        raise UsageError(f"--hosts {text}: a host is named twice")
     return hosts
 
 
 def _examine_several(
     answers: Mapping[str, HostReader | str], machines: Mapping[str, HostReader]
 ) -> dict[str, list[CheckResult]]:
-    found = {host: list(examine(machine)) for host, machine in machines.items()}
+    results = {host: list(examine(machine)) for host, machine in machines.items()}
     for host, answer in answers.items():
         if isinstance(answer, str):
             fix = f"ssh {host} true; phalanx must be installed there for the interpreter of --python"
-            found[host] = [CheckResult("error", "host", f"it could not be checked: {answer}", fix)]
-    return {**found, "all hosts": list(compare_hosts(machines))}
+            results[host] = [CheckResult("error", "host", f"it could not be checked: {answer}", fix)]
+    return {**results, "all hosts": list(compare_hosts(machines))}
 
 
 def examine(machine: HostReader) -> Iterator[CheckResult]:
@@ -127,11 +132,6 @@ def examine(machine: HostReader) -> Iterator[CheckResult]:
 
 def _measure() -> Iterator[CheckResult]:
     """Measure an all-reduce of the ranks that fit on this machine, and compare it with what its links allow."""
-    from phalanx.host.files import scratch_folder
-    from phalanx.host.gpus import count_gpus
-    from phalanx.launch.output import PlainConsole
-    from phalanx.tools.bench.comm.plan import BenchPlan
-    from phalanx.tools.bench.comm.report import gpu_links, make_row
     from phalanx.tools.bench.comm.run import run_bench
 
     gpus = count_gpus()
@@ -140,12 +140,12 @@ def _measure() -> Iterator[CheckResult]:
     plan = BenchPlan(op="all_reduce", algos=algos, sizes=(16 << 20,), p2p=True, ranks_per_gpu=1 + shared)
     with open(os.devnull, "w") as nowhere, scratch_folder("doctor") as folder:
         console = PlainConsole(out=nowhere, err=nowhere)
-        found = run_bench(plan, max(2, gpus), console, env=log_environment(folder)) or {}
+        measured = run_bench(plan, max(2, gpus), console, env=log_environment(folder)) or {}
         if gpus:
             yield from check_log(read_log(folder), shared=shared)
     links = [link.expected_gbs for link in gpu_links() if link.expected_gbs] if gpus > 1 else []
-    expected, what = (max(links), "link of a GPU") if links else (found["copy_gbs"], "copy by one core")
-    for row in map(make_row, found["rows"]):
+    expected, reference = (max(links), "link of a GPU") if links else (measured["copy_gbs"], "copy by one core")
+    for row in map(make_row, measured["rows"]):
         if row.wrong:
             text = f"all_reduce by {row.algo} has {row.wrong} wrong elements of {row.count}"
             yield CheckResult("error", "bandwidth", text, f"phalanx bench comm --algo {row.algo}; nvidia-smi -q -d ECC")
@@ -153,7 +153,7 @@ def _measure() -> Iterator[CheckResult]:
             continue
         share = row.busbw_gbs / expected if expected else 0.0
         text = f"all_reduce of 16 MiB by {row.algo}: {row.busbw_gbs:.2f} GB/s"
-        text += f", {share:.0%} of a {what} ({expected:.1f} GB/s)"
+        text += f", {share:.0%} of a {reference} ({expected:.1f} GB/s)"
         slow = share < _SLOW_SHARE and row.algo != "gloo"  # which goes through the kernel's sockets
         fix = "phalanx bench comm --link-report; other jobs on this machine; NCCL_DEBUG=INFO" if slow else ""
         yield CheckResult("warning" if slow else "ok", "bandwidth", text, fix)
@@ -165,7 +165,7 @@ def _print_variables(kind: str, interface: str | None, *, as_json: bool) -> int:
         raise UsageError(unknown_value("nccl_env", "kind of cluster", kind, CLUSTERS), hint=hint)
     variables = nccl_variables(kind, interface)
     if as_json:
-        print_json([{**each._asdict(), "set": os.environ.get(each.name)} for each in variables])
+        print_json([{**variable._asdict(), "set": os.environ.get(variable.name)} for variable in variables])
     else:
         print(_as_shell(variables))
     return 0
@@ -197,17 +197,17 @@ def _record(path: str) -> int:
     return 0
 
 
-def _lines(found: Mapping[str, Sequence[CheckResult]], *, problems: bool) -> Iterator[str]:
-    for host, results in found.items():
-        shown = [result for result in results if not problems or result.level != "ok"]
-        if not shown and len(found) > 1:
+def _lines(results_of: Mapping[str, Sequence[CheckResult]], *, problems: bool) -> Iterator[str]:
+    for host, results in results_of.items():
+        listed = [result for result in results if not problems or result.level != "ok"]
+        if not listed and len(results_of) > 1:
             continue
         yield f"{host}:"
-        width = max((len(result.topic) for result in shown), default=0)
-        for result in sorted(shown, key=lambda each: -LEVELS.index(each.level)):
+        width = max((len(result.topic) for result in listed), default=0)
+        for result in sorted(listed, key=lambda item: -LEVELS.index(item.level)):
             yield f"  {_MARKS[result.level]:<7}  {result.topic:<{width}}  {result.text}"
             if result.fix:
                 yield f"  {'':<7}  {'':<{width}}  -> {result.fix}"
-    levels = [result.level for results in found.values() for result in results]
+    levels = [result.level for results in results_of.values() for result in results]
     counts = [f"{levels.count(level)} {level}{'s' * (levels.count(level) != 1)}" for level in reversed(LEVELS[1:])]
     yield ", ".join(counts)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from phalanx.cli.json_output import print_json
-from phalanx.config import Resolved
+from phalanx.config import ResolvedConfig
 from phalanx.observe.format import size, speed_note, table
 from phalanx.run.spec import given_settings
 
@@ -20,11 +20,11 @@ _MANY_EPOCHS = 1000
 
 
 def print_plan(
-    recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what: str, *, missing: int, as_json: bool
+    recipe: Recipe | None, resolved: ResolvedConfig, layout: JobLayout, run: str, *, missing: int, as_json: bool
 ) -> int:
     """Print the plan of a run: its layout, and for a recipe also steps, parameters and memory.
 
-    `missing`: GPUs of a machine that this one lacks.
+    `missing`: GPUs of a node that this one lacks.
     """
     config, estimate = resolved.config, None
     if recipe is not None:
@@ -38,12 +38,12 @@ def print_plan(
         ranks |= {"ranks_per_gpu": layout.ranks_per_gpu}
         plan = {"strategy": estimate.strategy if estimate else config.resolved_strategy, "mesh": layout.mesh.sizes}
         needs = None if estimate is None else estimate.to_dict()
-        print_json({"run": what, **ranks, **plan, "estimate": needs, "settings": settings})
+        print_json({"run": run, **ranks, **plan, "estimate": needs, "settings": settings})
         return 0
-    rows = [("run", what), ("layout", _layout_words(layout))]
+    rows = [("run", run), ("layout", _layout_words(layout))]
     if missing > 0:
         needed = layout.ranks_per_node
-        rows.append(("", f"a run needs {needed} GPU{'s' * (needed > 1)} on a machine; this one has {needed - missing}"))
+        rows.append(("", f"a run needs {needed} GPU{'s' * (needed > 1)} on a node; this one has {needed - missing}"))
     chosen = estimate.strategy if estimate else config.resolved_strategy
     rows.append(("strategy", f"{chosen} (backend {config.backend})"))
     if estimate is None:
@@ -61,26 +61,26 @@ def print_plan(
 
 def _layout_words(layout: JobLayout) -> str:
     axes = " x ".join(f"{axis} {count}" for axis, count in layout.mesh.sizes.items() if count > 1)
-    nodes = f"{layout.num_nodes} machines, " if layout.num_nodes > 1 else ""
+    nodes = f"{layout.num_nodes} nodes, " if layout.num_nodes > 1 else ""
     shared = f"; {note}" if (note := speed_note(layout.ranks_per_gpu)) else ""
     return f"{nodes}{layout.ranks} on {layout.device}{f' (mesh: {axes})' if axes else ''}{shared}"
 
 
-def _estimate_rows(resolved: Resolved, layout: JobLayout, estimate: RunNeeds) -> list[tuple[str, str]]:
+def _estimate_rows(resolved: ResolvedConfig, layout: JobLayout, estimate: RunNeeds) -> list[tuple[str, str]]:
     config, batch, steps = resolved.config, "not known: set batch_size", "not known"
     if estimate.global_batch is not None:
         accumulation, ranks = config.gradient_accumulation_steps, layout.mesh.dp_size
-        each = estimate.global_batch // (accumulation * ranks)  # known also where no setting says it
+        per_rank = estimate.global_batch // (accumulation * ranks)  # known also where no setting says it
         more = f" x {accumulation} accumulated" * (accumulation > 1)
-        batch = f"{estimate.global_batch} samples ({each} per rank x {ranks} data ranks{more})"
+        batch = f"{estimate.global_batch} samples ({per_rank} per rank x {ranks} data ranks{more})"
     if estimate.steps is not None:
         steps = f"{estimate.steps:,}"
     if estimate.steps_per_epoch is not None:
         steps += f" ({estimate.steps_per_epoch:,} per epoch of {estimate.samples:,} samples)"
     trained = "" if estimate.trainable == estimate.parameters else f", {estimate.trainable:,} of them trained"
     where = " (in CPU memory or on disk: offload)" if config.offload != "none" else ""
-    held = dict(zip(("parameters", "gradients", "optimizer"), estimate.memory, strict=True))  # the planner's words
-    parts = ", ".join(f"{name} {size(count, binary=True)}" for name, count in held.items())
+    bytes_of = dict(zip(("parameters", "gradients", "optimizer"), estimate.memory, strict=True))  # the planner's words
+    parts = ", ".join(f"{name} {size(count, binary=True)}" for name, count in bytes_of.items())
     return [
         ("model", f"{estimate.model}, {estimate.parameters:,} parameters{trained}"),
         ("batch", batch),
@@ -93,10 +93,10 @@ def _estimate_rows(resolved: Resolved, layout: JobLayout, estimate: RunNeeds) ->
 
 def _unusual(estimate: RunNeeds) -> list[str]:
     """Return what is probably not meant: a batch of more than the data, or very many epochs."""
-    found = []
+    warnings = []
     samples, batch, steps = estimate.samples, estimate.global_batch, estimate.steps_per_epoch
     if samples and batch and batch > samples:
-        found.append(f"the global batch of {batch:,} is larger than the data of {samples:,} samples")
+        warnings.append(f"the global batch of {batch:,} is larger than the data of {samples:,} samples")
     if steps and estimate.steps and (epochs := estimate.steps / steps) > _MANY_EPOCHS:
-        found.append(f"these are {epochs:,.0f} epochs: every sample is seen as often")
-    return found
+        warnings.append(f"these are {epochs:,.0f} epochs: every sample is seen as often")
+    return warnings

@@ -48,23 +48,25 @@ class DataParser(FlagParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does, which takes no files after a flag."""
-        known, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         # A word after an unknown flag is its value.
         is_file = [not word.startswith("-") and not before.startswith("-") for before, word in pairwise(["", *unknown])]
-        known.files += [word for word, is_one in zip(unknown, is_file, strict=True) if is_one]
-        return known, [word for word, is_one in zip(unknown, is_file, strict=True) if not is_one]
+        parsed.files += [word for word, is_one in zip(unknown, is_file, strict=True) if is_one]
+        return parsed, [word for word, is_one in zip(unknown, is_file, strict=True) if not is_one]
 
 
 def asked_of(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return what a command says about a trained model and its data, as arguments of `open_run`."""
     # A shell makes several words of: --data shots/*.jpg
     files = [*([namespace.data] if namespace.data is not None else []), *getattr(namespace, "files", [])]
-    own, changes = read_changes(namespace.changes, NAMES.__contains__)
-    if own:
-        raise UsageError(f"--set {next(iter(own))}: a setting is a flag here, --{next(iter(own)).replace('_', '-')}")
-    given = (files[0] if len(files) == 1 else files) if files else None
+    settings, changes = read_changes(namespace.changes, NAMES.__contains__)
+    if settings:
+        raise UsageError(
+            f"--set {next(iter(settings))}: a setting is a flag here, --{next(iter(settings)).replace('_', '-')}"
+        )
+    data = (files[0] if len(files) == 1 else files) if files else None
     named = {"name": namespace.run, "checkpoint": namespace.checkpoint, "model": namespace.model}
-    return {**named, "data": given, "changes": changes}
+    return {**named, "data": data, "changes": changes}
 
 
 def parser() -> FlagParser:
@@ -83,12 +85,12 @@ def run(arguments: Sequence[str]) -> int:
     from phalanx.zoo.saved_run import open_run
 
     with redirect_stdout(sys.stderr):
-        found, data = open_run(**asked_of(namespace))
-        metrics = found.evaluate(data, **given_flags(namespace))
+        saved, data = open_run(**asked_of(namespace))
+        metrics = saved.evaluate(data, **given_flags(namespace))
     if namespace.json:
-        print_json({"run": found.name, "checkpoint": str(found.checkpoint), "metrics": metrics})
+        print_json({"run": saved.name, "checkpoint": str(saved.checkpoint), "metrics": metrics})
         return 0
-    print(f"{found.checkpoint}")
+    print(f"{saved.checkpoint}")
     for name, value in metrics.items():
         print(f"  {name:<12} {value:.6g}")
     return 0

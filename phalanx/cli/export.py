@@ -47,39 +47,41 @@ def run(arguments: Sequence[str]) -> int:
             hint=f"Leave it out: {kind} is written from the checkpoint alone.",
         )
     if needs_example or namespace.model:
-        found, data = open_run(**asked_of(namespace), needs_target=False)
+        saved, data = open_run(**asked_of(namespace), needs_target=False)
     else:
-        found, data = load_run(namespace.run, checkpoint=namespace.checkpoint), None
-    path = Path(namespace.output or found.path.name + "".join(FORMATS[kind][:1]))
+        saved, data = load_run(namespace.run, checkpoint=namespace.checkpoint), None
+    path = Path(namespace.output or saved.path.name + "".join(FORMATS[kind][:1]))
     check_output(path, "--output", force=namespace.force)
-    augment = found.trainer().augment if needs_example else None
+    augment = saved.trainer().augment if needs_example else None
     if kind == "hf":
-        export_folder(found.model, path, found.recipe, found.classes)
+        export_folder(saved.model, path, saved.recipe, saved.classes)
     else:
-        export_model(found.model, path, kind, data, augment)
+        export_model(saved.model, path, kind, data, augment)
     written = sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
-    print(f"wrote {path} ({kind}, {size(written)}) from {found.checkpoint}")
+    print(f"wrote {path} ({kind}, {size(written)}) from {saved.checkpoint}")
     return 0
 
 
-def _format(asked: str | None, output: str | None) -> str:
+def _format(format_name: str | None, output: str | None) -> str:
     """Return the format that was named, or that of the file's ending; refuse an ending of another one."""
-    if asked is not None and asked not in FORMATS:
-        raise UsageError(unknown_name("format", asked, FORMATS))
+    if format_name is not None and format_name not in FORMATS:
+        raise UsageError(unknown_name("format", format_name, FORMATS))
     if output is None:
-        return asked or "safetensors"
+        return format_name or "safetensors"
     ending = Path(output).suffix
-    if asked is None:
-        found = next((name for name, known in FORMATS.items() if ending in known[:1]), None)
-        if found is None:
-            given = unknown_name("ending", ending or "(none)", [known[0] for known in FORMATS.values() if known])
+    if format_name is None:
+        chosen = next((name for name, endings_of in FORMATS.items() if ending in endings_of[:1]), None)
+        if chosen is None:
+            problem = unknown_name(
+                "ending", ending or "(none)", [endings_of[0] for endings_of in FORMATS.values() if endings_of]
+            )
             hint = "A Hugging Face folder is written by --format hf."
             if ending == ".pt":
                 hint = f"A TorchScript file: add --format torchscript. The weights: -o {Path(output).stem}.safetensors"
-            raise UsageError(f"--output {output}: {given}", hint=hint)
-        return found
-    if asked != "hf" and ending not in FORMATS[asked]:
-        hint = f"Write: --output {Path(output).with_suffix(FORMATS[asked][0])}"
-        endings = " or ".join(FORMATS[asked])
-        raise UsageError(f"--output {output}: a file of the format {asked} ends in {endings}", hint=hint)
-    return asked
+            raise UsageError(f"--output {output}: {problem}", hint=hint)
+        return chosen
+    if format_name != "hf" and ending not in FORMATS[format_name]:
+        hint = f"Write: --output {Path(output).with_suffix(FORMATS[format_name][0])}"
+        endings = " or ".join(FORMATS[format_name])
+        raise UsageError(f"--output {output}: a file of the format {format_name} ends in {endings}", hint=hint)
+    return format_name

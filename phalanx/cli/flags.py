@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.cli.json_output import check_outputs
 from phalanx.cli.mistakes import explained, unknown_words
-from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
+from phalanx.config import FIELDS, GROUPS, ResolvedConfig, parse_text, resolve
 from phalanx.config.aliases import NAMES, Aliases
 from phalanx.config.option import kinds
 from phalanx.config.profile import is_profile_word
 from phalanx.config.settings import add_engine, title_of
+from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
+from phalanx.host.gpus import count_gpus
+from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.recipes import Recipe, load_recipe, read_changes, recipe_names
 
 if TYPE_CHECKING:
@@ -75,9 +78,9 @@ class ValueAction(argparse.Action):
             value = "false"
         before = getattr(namespace, self.dest, value)
         if before != value:
-            shown = ["without a value" if text == self.const else f"as {text}" for text in (before, value)]
+            forms = ["without a value" if text == self.const else f"as {text}" for text in (before, value)]
             flag = self.option_strings[0]
-            raise UsageError(f"{flag} is given twice, {shown[0]} and {shown[1]}", hint="Leave one of them out.")
+            raise UsageError(f"{flag} is given twice, {forms[0]} and {forms[1]}", hint="Leave one of them out.")
         setattr(namespace, self.dest, value)
 
 
@@ -92,17 +95,17 @@ class HelpAction(argparse.Action):
         raise SystemExit(0)
 
 
-def format_parts(parser: argparse.ArgumentParser, shown: str) -> str:
-    """Return the help of a parser; `shown` is empty, "all" or the name of a group."""
+def format_parts(parser: argparse.ArgumentParser, part: str) -> str:
+    """Return the help of a parser; `part` is empty, "all" or the name of a group."""
     formatter = parser._get_formatter()
-    if shown in SECTIONS:
-        _add_section(formatter, shown, (SECTIONS[shown].__doc__ or "").rstrip("."), _actions_of(parser, shown))
+    if part in SECTIONS:
+        _add_section(formatter, part, (SECTIONS[part].__doc__ or "").rstrip("."), _actions_of(parser, part))
         return formatter.format_help()
     formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
     formatter.add_text(parser.description)
     has_settings = False
     for group in parser._action_groups:
-        if shown == "all" or group.title not in (*SECTIONS, ALSO_ACCEPTED):
+        if part == "all" or group.title not in (*SECTIONS, ALSO_ACCEPTED):
             _add_section(formatter, group.title, group.description, group._group_actions)
         else:
             has_settings = True
@@ -145,14 +148,14 @@ class FlagParser(argparse.ArgumentParser):
             help="show this help",
         )
 
-    def format_help(self, shown: str = "") -> str:
+    def format_help(self, part: str = "") -> str:
         """Return the help: with the settings used most, with all of them ("all"), or one group."""
-        return format_parts(self, shown)
+        return format_parts(self, part)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
-        said, example = explained(self, message)
-        raise UsageError(said, hint="\n  ".join([*([example] if example else []), f"See {self.prog} --help"]))
+        text, example = explained(self, message)
+        raise UsageError(text, hint="\n  ".join([*([example] if example else []), f"See {self.prog} --help"]))
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -161,51 +164,51 @@ class FlagParser(argparse.ArgumentParser):
         words = self._with_dashes(sys.argv[1:] if args is None else args)
         profile = self._option_string_actions.get("--profile")
         takes_words = profile is not None and profile.nargs != 0
-        for place in reversed([place for place, word in enumerate(words) if word == "--profile" and takes_words]):
-            end = place + 1
+        for index in reversed([index for index, word in enumerate(words) if word == "--profile" and takes_words]):
+            end = index + 1
             while end < len(words) and is_profile_word(words[end]):
                 end += 1
             if end < len(words) and re.fullmatch(r"\d+(:\d+)?", words[end]):
                 written = f"--profile steps={words[end]}"
                 raise UsageError(f"--profile {words[end]}: steps are written {written}", hint=f"Write: {written}")
-            words[place:end] = [f"--profile={' '.join(words[place + 1 : end]) or 'true'}"]
-        for place in reversed(range(1, len(words))):  # argparse takes -5B for a flag
-            if _NEGATIVE.fullmatch(words[place]) and words[place - 1].startswith("--") and "=" not in words[place - 1]:
-                words[place - 1 : place + 1] = [f"{words[place - 1]}={words[place]}"]
+            words[index:end] = [f"--profile={' '.join(words[index + 1 : end]) or 'true'}"]
+        for index in reversed(range(1, len(words))):  # argparse takes -5B for a flag
+            if _NEGATIVE.fullmatch(words[index]) and words[index - 1].startswith("--") and "=" not in words[index - 1]:
+                words[index - 1 : index + 1] = [f"{words[index - 1]}={words[index]}"]
         for flag, file in itertools.pairwise(words):
             if flag == "--json" and (file == "-" or file.endswith(".json")):  # as other programs have it
                 raise UsageError("--json takes no file: it prints on standard output", hint="Write: --json > FILE")
-        known, unknown = super().parse_known_args(words, namespace)
+        parsed, unknown = super().parse_known_args(words, namespace)
         if self.takes_settings and any(word.startswith("--") for word in unknown) and _add_flags_of_engines(self):
             return super().parse_known_args(words, namespace)
-        return known, unknown
+        return parsed, unknown
 
     def _with_dashes(self, words: Sequence[str]) -> list[str]:
         """Return the words with --max_steps, as settings are written in Python, for --max-steps."""
-        own = list(words).index("--") if "--" in words else len(words)
+        end = list(words).index("--") if "--" in words else len(words)
         written = []
-        for word in words[:own]:
+        for word in words[:end]:
             flag, *value = word.split("=", 1)
             meant = flag.replace("_", "-")
             is_meant = flag.startswith("--") and flag != meant and meant in self._option_string_actions
             written.append("=".join([meant, *value]) if is_meant else word)
-        return [*written, *words[own:]]
+        return [*written, *words[end:]]
 
     def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse, and name every unknown flag with the nearest known one."""
-        known, unknown = self.parse_known_args(list(arguments))
-        self.check(known, unknown)
-        return known
+        namespace, unknown = self.parse_known_args(list(arguments))
+        self.check(namespace, unknown)
+        return namespace
 
-    def check(self, known: argparse.Namespace, unknown: Sequence[str]) -> None:
+    def check(self, namespace: argparse.Namespace, unknown: Sequence[str]) -> None:
         """Refuse unknown words, and files that cannot be written."""
         if unknown:
-            raise UsageError("\n  ".join(self.describe_unknown(unknown, known)), hint=f"See {self.prog} --help")
-        check_outputs(self, known)
+            raise UsageError("\n  ".join(self.describe_unknown(unknown, namespace)), hint=f"See {self.prog} --help")
+        check_outputs(self, namespace)
 
-    def describe_unknown(self, words: Sequence[str], known: argparse.Namespace | None = None) -> list[str]:
-        """Return what is wrong with each word that no flag takes; `known`: what the other words mean."""
-        return unknown_words(self, words, known)
+    def describe_unknown(self, words: Sequence[str], namespace: argparse.Namespace | None = None) -> list[str]:
+        """Return what is wrong with each word that no flag takes; `namespace`: what the other words mean."""
+        return unknown_words(self, words, namespace)
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
@@ -229,12 +232,12 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
 
 
-def take_action(words: list[str], verb: str, actions: Mapping[str, Any], form: str) -> str:
+def pop_action(words: list[str], verb: str, actions: Mapping[str, Any], form: str) -> str:
     """Take the action off the words after a verb; `form`: what follows `phalanx VERB` in a right command."""
     action = words.pop(0) if words and not words[0].startswith("-") else ""
     if action not in actions:
-        given = unknown_name("action", action, actions, of=f"phalanx {verb}") if action else f"{verb} needs an action"
-        raise UsageError(given, hint=f"Write: phalanx {verb} {form}, with one of {', '.join(actions)}")
+        problem = unknown_name("action", action, actions, of=f"phalanx {verb}") if action else f"{verb} needs an action"
+        raise UsageError(problem, hint=f"Write: phalanx {verb} {form}, with one of {', '.join(actions)}")
     return action
 
 
@@ -246,41 +249,41 @@ def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_target(
-    namespace: argparse.Namespace, own: Sequence[str], verb: str, hint: str
+    namespace: argparse.Namespace, script_arguments: Sequence[str], verb: str, hint: str
 ) -> Recipe | ScriptTarget | ModuleTarget:
-    """Return what was named; `own`: the script's own arguments."""
+    """Return what was named; `script_arguments`: the script's own arguments."""
     parts = [name for name in ("model", "data") if getattr(namespace, name)]
     named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
     if len(named) > 1 or not (named or parts):
-        what = f"nothing to {verb} was named" if not named else f"{' and '.join(named)} were both given"
+        problem = f"nothing to {verb} was named" if not named else f"{' and '.join(named)} were both given"
         # --tensorboard digits: a flag with an optional value takes the word after it.
-        taken = {str(value): name for name, value in vars(namespace).items() if name in NAMES}
-        if recipe := next((word for word in recipe_names() if word in taken), None):
-            flag = "--" + taken[recipe].replace("_", "-")
+        flag_of = {str(value): name for name, value in vars(namespace).items() if name in NAMES}
+        if recipe := next((word for word in recipe_names() if word in flag_of), None):
+            flag = "--" + flag_of[recipe].replace("_", "-")
             hint = f"{recipe} is the value of {flag} here. Write: phalanx {verb} {recipe} ... {flag}"
-        raise UsageError(what, hint=hint)
+        raise UsageError(problem, hint=hint)
     if namespace.recipe or parts:
-        if own:
-            raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
-        from phalanx.engine import find_engine  # behind --help, which does not need it
+        if script_arguments:
+            raise UsageError(f"a recipe takes no arguments; got: {shlex.join(script_arguments)}")
 
         find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe or " and ".join(parts))
     if namespace.script or namespace.module:
         _refuse_for_scripts(namespace)
-        from phalanx.launch import ModuleTarget, ScriptTarget
 
         script, module = namespace.script, namespace.module
-        return ScriptTarget(script, tuple(own)) if script else ModuleTarget(module, tuple(own))
+        return (
+            ScriptTarget(script, tuple(script_arguments)) if script else ModuleTarget(module, tuple(script_arguments))
+        )
     return _named_recipe(namespace)
 
 
 def _refuse_for_scripts(namespace: argparse.Namespace) -> None:
     """Refuse flags about a model and its data where a script builds them."""
     nested = read_changes(namespace.changes, NAMES.__contains__)[1]
-    given = [f"--{name}" for name in ("preset", "model", "data") if getattr(namespace, name)]
-    given += [f"--set {key}" for key in nested]
-    if given:
-        raise UsageError(f"{given[0]} is for recipes; a script builds its own model and data")
+    flags = [f"--{name}" for name in ("preset", "model", "data") if getattr(namespace, name)]
+    flags += [f"--set {key}" for key in nested]
+    if flags:
+        raise UsageError(f"{flags[0]} is for recipes; a script builds its own model and data")
 
 
 def _named_recipe(namespace: argparse.Namespace) -> Recipe:
@@ -330,8 +333,8 @@ def add_config_flags(parser: FlagParser) -> None:
     parser.add_argument(
         "--help-all", action=HelpAction, nargs=0, default=argparse.SUPPRESS, help="show every setting, by group"
     )
-    for short, (word, shown) in _SHORT.items():
-        text = f"show {shown} (--verbosity {word})"
+    for short, (word, content) in _SHORT.items():
+        text = f"show {content} (--verbosity {word})"
         add = parser.add_argument
         flags = (short, f"--{word}")
         add(*flags, dest="verbosity", action="store_const", const=word, default=argparse.SUPPRESS, help=text)
@@ -380,13 +383,11 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
 
 def resolve_flags(
     namespace: argparse.Namespace, recipe: Recipe | None, extra: Mapping[str, Any] | None = None
-) -> Resolved:
+) -> ResolvedConfig:
     """Return the settings of a command: flags over the environment over --config over the recipe's own.
 
     `extra`: settings that follow from other flags.
     """
-    from phalanx.host.gpus import count_gpus
-
     changes = read_changes(getattr(namespace, "changes", []), NAMES.__contains__)[0]
     return resolve(
         {**changes, **(extra or {}), **given_flags(namespace)},

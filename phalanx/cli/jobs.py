@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(unknown_name("action", action, ACTIONS, of="phalanx jobs"), hint=hint)
     namespace = parser(action).parse_all(words)
     if action != "list" and _is_run(namespace.job):
-        return run_verb("runs", [next(name for name, own in OF_JOBS.items() if own == action), *words])
+        return run_verb("runs", [next(name for name, job_action in OF_JOBS.items() if job_action == action), *words])
     {"list": _list, "show": _show, "logs": _logs, "cancel": _cancel}[action](namespace)
     return 0
 
@@ -74,15 +74,15 @@ def _is_run(name: str) -> bool:
 
 
 def _list(namespace: argparse.Namespace) -> None:
-    found = [(record, refresh(record)) for record in records()]
+    jobs = [(record, refresh(record)) for record in records()]
     if namespace.json:
-        print_json([{**dataclasses.asdict(record), **dataclasses.asdict(status)} for record, status in found])
+        print_json([{**dataclasses.asdict(record), **dataclasses.asdict(status)} for record, status in jobs])
         return
-    if not found:
+    if not jobs:
         print("no jobs were submitted from here yet; submit one with: phalanx submit slurm digits")
         return
     rows = [("name", "target", "id", "submitted", "state", "")]
-    for record, status in found:
+    for record, status in jobs:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.submitted))
         rows.append((record.name, record.target, record.id, when, status.state, status.detail))
     print(table(rows))

@@ -33,9 +33,9 @@ def add_output_flag(parser: Any, *names: str, endings: tuple[str, ...], metavar:
 def check_outputs(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> None:
     """Refuse, before any work is done, a file that cannot or must not be written; `-` is standard output."""
     for action in parser._actions:
-        given = getattr(namespace, action.dest, None)
-        if isinstance(action, OutputAction) and given not in (None, "-"):
-            check_output(Path(given), action.option_strings[-1], action.endings, force=namespace.force)
+        path = getattr(namespace, action.dest, None)
+        if isinstance(action, OutputAction) and path not in (None, "-"):
+            check_output(Path(path), action.option_strings[-1], action.endings, force=namespace.force)
 
 
 def check_output(path: Path, flag: str, endings: tuple[str, ...] = (), *, force: bool) -> None:
@@ -50,9 +50,9 @@ def check_output(path: Path, flag: str, endings: tuple[str, ...] = (), *, force:
         raise UsageError(f"{flag} {path}: it exists already", hint="Name another one, or add --force to replace it.")
 
 
-def add_json_flag(parser: argparse.ArgumentParser, what: str) -> None:
+def add_json_flag(parser: argparse.ArgumentParser, content: str) -> None:
     """Add --json, with which a verb prints one JSON value; all other output goes to standard error."""
-    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON, all else on standard error")
+    parser.add_argument("--json", action="store_true", help=f"print {content} as JSON, all else on standard error")
 
 
 def print_json(value: Any) -> None:
@@ -69,9 +69,9 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def json_at_end(summary: Callable[[], dict[str, Any]], *, wanted: bool = True) -> Iterator[None]:
+def json_at_end(summary: Callable[[], dict[str, Any]], *, enabled: bool = True) -> Iterator[None]:
     """Send what is shown to standard error; at the end print the summary, with status and error of one that failed."""
-    if not wanted:
+    if not enabled:
         yield
         return
     failure: dict[str, Any] = {}

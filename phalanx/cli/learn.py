@@ -15,6 +15,18 @@ from typing import Any
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_output_flag
 from phalanx.errors import UsageError, unknown_name
+from phalanx.tools.learn.folder import (
+    DEFAULT_FOLDER,
+    copy_phase,
+    find_exercise,
+    grader,
+    is_phase,
+    learners_folder,
+    next_exercise,
+    phase_of,
+    phases,
+    solution_of,
+)
 
 ACTIONS = {
     "list": "list the phases and exercises, and the points so far",
@@ -98,14 +110,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _list(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import grader, learners_folder, next_exercise, phases
-
-    listed, kept = grader("catalog").listed, grader("progress")
+    listed, progress_file = grader("catalog").listed, grader("progress")
     folder = None
     with suppress(UsageError):  # the list is for those who have not begun, too
         folder = learners_folder(namespace.folder)
-    progress = kept.read_progress(folder) if folder else {}
-    for phase, total in zip(phases(), kept.table(phases(), progress), strict=True):
+    progress = progress_file.read_progress(folder) if folder else {}
+    for phase, total in zip(phases(), progress_file.table(phases(), progress), strict=True):
         print(total)
         for exercise in listed(phase):
             done = progress.get(exercise.name, {})
@@ -123,71 +133,64 @@ def _list(namespace: argparse.Namespace) -> int:
 
 
 def _start(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import DEFAULT_FOLDER, copy_phase, grader, learners_folder, phase_of, phases
-
     folder = Path(namespace.folder or DEFAULT_FOLDER).expanduser()
     if not namespace.folder:
         with suppress(UsageError):  # a second phase goes beside the first, from wherever it is asked for
             folder = learners_folder(None)
-    wanted = phases() if namespace.phase == "all" else [phase_of(namespace.phase)]
-    for phase in wanted:
+    chosen = phases() if namespace.phase == "all" else [phase_of(namespace.phase)]
+    for phase in chosen:
         written = copy_phase(phase, folder)
-        kept = "" if written else " is there already; nothing was changed"
-        print(f"{folder / phase.folder}{kept}")
+        note = "" if written else " is there already; nothing was changed"
+        print(f"{folder / phase.folder}{note}")
         for file in written:
             print(f"  {file.relative_to(folder)}")
-    first = grader("catalog").listed(wanted[0])[0]
-    print(f"\nRead {next((folder / wanted[0].folder).glob('*.md'))}, write {first.target}, then:")
+    first = grader("catalog").listed(chosen[0])[0]
+    print(f"\nRead {next((folder / chosen[0].folder).glob('*.md'))}, write {first.target}, then:")
     where = f" --folder {folder}" if namespace.folder else ""
     print(f"  phalanx learn check {first.name}{where}")
     return 0
 
 
 def _check(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import grader, learners_folder
-
     named = _named(namespace.exercises)
     folder = learners_folder(namespace.folder)
     chosen = named or _with_template(folder)
     results = _grade(chosen, folder, namespace.seed)
-    kept = grader("progress")
+    progress = grader("progress")
     numbers = {phase.name: phase for phase, _ in chosen}
-    print("\n" + "\n".join(kept.table(numbers.values(), kept.read_progress(folder))))
+    print("\n" + "\n".join(progress.table(numbers.values(), progress.read_progress(folder))))
     return int(not all(result.passed for result in results))
 
 
 def _named(words: Sequence[str]) -> list[tuple[Any, Any]]:
     """Return the phases and exercises that are named."""
-    from phalanx.tools.learn.folder import find_exercise, grader, is_phase, phase_of
-
     listed = grader("catalog").listed
-    found = []
+    pairs = []
     for word in words:
         if is_phase(word):
             phase = phase_of(word)
-            found += [(phase, exercise) for exercise in listed(phase)]
+            pairs += [(phase, exercise) for exercise in listed(phase)]
         else:
-            found.append(find_exercise(word))
-    return found
+            pairs.append(find_exercise(word))
+    return pairs
 
 
 def _with_template(folder: Path) -> list[tuple[Any, Any]]:
     """Return the phases and exercises whose template is in the folder."""
-    from phalanx.tools.learn.folder import grader, phases
-
     listed = grader("catalog").listed
-    return [(phase, each) for phase in phases() for each in listed(phase) if (folder / each.template).exists()]
+    return [
+        (phase, exercise) for phase in phases() for exercise in listed(phase) if (folder / exercise.template).exists()
+    ]
 
 
 def _grade(chosen: Sequence[tuple[Any, Any]], folder: Path, seed: int | None) -> list[Any]:
     """Grade, with a live view of the ranks in a terminal."""
-    from phalanx.tools.learn.folder import grader
     from phalanx.tools.learn.terminal import LiveRanks
 
     report, names = grader("report"), {exercise.name for _, exercise in chosen}
     folders = {exercise.name: phase.folder for phase, exercise in chosen}
     phases = {phase.name: phase for phase, _ in chosen}.values()
-    exercises = [each for phase in phases for each in phase.exercises() if each.name in names]
+    exercises = [candidate for phase in phases for candidate in phase.exercises() if candidate.name in names]
     with LiveRanks(sys.stdout) as live:
 
         def show(result: Any) -> None:
@@ -197,23 +200,19 @@ def _grade(chosen: Sequence[tuple[Any, Any]], folder: Path, seed: int | None) ->
 
 
 def _hint(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import find_exercise, grader, learners_folder
-
     phase, exercise = find_exercise(namespace.exercise)
-    folder, kept = learners_folder(namespace.folder), grader("progress")
+    folder, progress = learners_folder(namespace.folder), grader("progress")
     hints = grader("hints").hints(exercise.name)
-    shown = min(kept.read_progress(folder).get(exercise.name, {}).get("hints", 0) + 1, len(hints))
-    kept.note_progress(folder, exercise.name, hints=shown)
-    for number, text in enumerate(hints[:shown], 1):
+    count = min(progress.read_progress(folder).get(exercise.name, {}).get("hints", 0) + 1, len(hints))
+    progress.note_progress(folder, exercise.name, hints=count)
+    for number, text in enumerate(hints[:count], 1):
         print(textwrap.fill(f"Hint {number}: {text}", 110, subsequent_indent="        "))
-    if shown == len(hints):
+    if count == len(hints):
         print(f'That is the last one. Read "{exercise.title}" in {folder / phase.folder / "guidelines.md"}.')
     return 0
 
 
 def _solution(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import find_exercise, grader, learners_folder, solution_of
-
     _, exercise = find_exercise(namespace.exercise)
     if not namespace.show:
         progress = grader("progress").read_progress(learners_folder(namespace.folder))
@@ -227,22 +226,20 @@ def _solution(namespace: argparse.Namespace) -> int:
 
 
 def _watch(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import learners_folder
-
     named = _named(namespace.exercises)
     folder = learners_folder(namespace.folder)
     chosen = named or _with_template(folder)
     files = sorted({exercise.template for _, exercise in chosen})
-    seen = {name: _saved(folder / name) for name in files}
+    before = {name: _saved(folder / name) for name in files}
     print(f"watching {', '.join(files)} in {folder}; Ctrl-C ends it", flush=True)
     while True:
         time.sleep(0.3)
         now = {name: _saved(folder / name) for name in files}
-        changed = [name for name in files if now[name] != seen[name]]
-        seen = now
+        changed = [name for name in files if now[name] != before[name]]
+        before = now
         if changed:
             print(f"\n{time.strftime('%H:%M:%S')}  {', '.join(changed)}", flush=True)
-            _grade([each for each in chosen if each[1].template in changed], folder, namespace.seed)
+            _grade([pair for pair in chosen if pair[1].template in changed], folder, namespace.seed)
 
 
 def _saved(path: Path) -> int:
@@ -253,13 +250,11 @@ def _saved(path: Path) -> int:
 
 
 def _quiz(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import grader, learners_folder
-
-    quiz, kept = grader("quiz"), grader("progress")
+    quiz, progress = grader("quiz"), grader("progress")
     folder = Path.cwd()
     with suppress(UsageError):  # the quiz needs no templates: its results are kept here then
         folder = learners_folder(namespace.folder)
-    old = kept.read_progress(folder).get("quiz", {})
+    old = progress.read_progress(folder).get("quiz", {})
     seed = secrets.randbelow(10**6) if namespace.seed is None else namespace.seed
     questions = quiz.draw(seed, old.get("seen", []))
     if namespace.html:
@@ -270,14 +265,13 @@ def _quiz(namespace: argparse.Namespace) -> int:
         attempt = quiz.ask(questions, input, print)
     except EOFError:
         raise UsageError("the answers ended before the questions; nothing was kept") from None
-    seen = sorted({*old.get("seen", []), *attempt.right})
+    answered = sorted({*old.get("seen", []), *attempt.right})
     best = max(old.get("best", 0.0), attempt.share)
-    kept.note_progress(folder, "quiz", tries=old.get("tries", 0) + 1, best=best, seen=seen)
+    progress.note_progress(folder, "quiz", tries=old.get("tries", 0) + 1, best=best, seen=answered)
     return int(not attempt.passed)
 
 
 def _show(namespace: argparse.Namespace) -> int:
-    from phalanx.tools.learn.folder import grader
     from phalanx.tools.learn.terminal import play
 
     shows = grader("shows").SHOWS

@@ -38,10 +38,12 @@ def unknown_verb(word: str, rest: Sequence[str], verbs: Iterable[str]) -> str:
     """Return what is said about a command that does not exist."""
     if (meant := like_verb(word)) is None:
         return unknown_name("command", word, verbs)
-    given = rest[0] if rest and not rest[0].startswith("-") else ""
-    ours, _, place = meant.rpartition(" ")
-    fits = given.endswith(".py") == (place == "FILE")
-    return f"unknown command '{word}'. Write: phalanx {f'{ours} {shlex.quote(given)}' if given and fits else meant}"
+    argument = rest[0] if rest and not rest[0].startswith("-") else ""
+    ours, _, metavar = meant.rpartition(" ")
+    fits = argument.endswith(".py") == (metavar == "FILE")
+    return (
+        f"unknown command '{word}'. Write: phalanx {f'{ours} {shlex.quote(argument)}' if argument and fits else meant}"
+    )
 
 
 _PLAIN = {
@@ -57,51 +59,51 @@ def explained(parser: argparse.ArgumentParser, message: str) -> tuple[str, str]:
     """Return a message of argparse in our words, and a whole command as an example where arguments are missing."""
     if names := message.partition("the following arguments are required: ")[2]:
         return _missing_arguments(parser, names)
-    argument, _, said = message.removeprefix("argument ").partition(": ")
+    argument, _, problem = message.removeprefix("argument ").partition(": ")
     flag = next((name for name in argument.split("/") if name.startswith("--")), argument)
     action = parser._option_string_actions.get(flag)
     for pattern, ours in _PLAIN.items():
-        if match := re.fullmatch(pattern, said):
+        if match := re.fullmatch(pattern, problem):
             metavar = str(action.metavar if action is not None and action.metavar else "VALUE")
             return ours.format(flag=flag, value=match[1] if match.groups() else "", metavar=metavar), ""
     return message, ""
 
 
 def _missing_arguments(parser: argparse.ArgumentParser, names: str) -> tuple[str, str]:
-    words, seen = [parser.prog], dict.fromkeys(_EXAMPLES, 0)
+    words, counts = [parser.prog], dict.fromkeys(_EXAMPLES, 0)
     for action in parser._actions:
         if not action.required or action.nargs == "*":
             continue
         values = _EXAMPLES.get(metavar := str(action.metavar), (metavar,))
-        first = seen.get(metavar, 0)
-        seen[metavar] = first + 1
+        first = counts.get(metavar, 0)
+        counts[metavar] = first + 1
         words += [*action.option_strings[:1], *values[first : first + (action.nargs if action.nargs == 2 else 1)]]
     return f"{parser.prog.removeprefix('phalanx ')} needs {names}", f"For example: {' '.join(words)}"
 
 
 def unknown_words(
-    parser: argparse.ArgumentParser, words: Sequence[str], known: argparse.Namespace | None = None
+    parser: argparse.ArgumentParser, words: Sequence[str], namespace: argparse.Namespace | None = None
 ) -> list[str]:
-    """Return what is wrong with each word that no flag takes; `known`: what the other words mean."""
+    """Return what is wrong with each word that no flag takes; `namespace`: what the other words mean."""
     # By the name without dashes, which all flags have in common.
     flags = {flag.lstrip("-"): flag for action in parser._actions for flag in action.option_strings}
-    found = []
+    mistakes = []
     for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
         name, _, value = word.partition("=")
-        given = value or ("" if after.startswith("-") else after)
+        argument = value or ("" if after.startswith("-") else after)
         if word.startswith("-"):
-            found.append(f"unknown flag '{name}'. {_meant_flag(name, given, flags, known)}".rstrip())
+            mistakes.append(f"unknown flag '{name}'. {_meant_flag(name, argument, flags, namespace)}".rstrip())
         elif not before.startswith("--") or "=" in before:  # else the value of an unknown flag
-            own = " A script's own arguments go after --." if "script" in flags else ""
-            found.append(f"unexpected argument '{word}'.{own}")
-    return found
+            advice = " A script's own arguments go after --." if "script" in flags else ""
+            mistakes.append(f"unexpected argument '{word}'.{advice}")
+    return mistakes
 
 
-def _meant_flag(name: str, given: str, flags: Mapping[str, str], known: argparse.Namespace | None) -> str:
+def _meant_flag(name: str, argument: str, flags: Mapping[str, str], namespace: argparse.Namespace | None) -> str:
     """Return what to write instead of an unknown flag; empty where that is not known."""
     plain = name.lstrip("-")
-    if option := _recipe_option(plain.replace("-", "_"), getattr(known, "recipe", None), flags):
-        change = f"--set {option}={shlex.quote(given or '...')}"
+    if option := _recipe_option(plain.replace("-", "_"), getattr(namespace, "recipe", None), flags):
+        change = f"--set {option}={shlex.quote(argument or '...')}"
         if "set" in flags:
             return f"Write: {change}"
         return f"A run keeps its model; a new one takes it: phalanx train RECIPE {change}"
@@ -131,5 +133,5 @@ def _recipe_option(name: str, recipe: str | None, flags: Iterable[str]) -> str:
 
 def _verb_with(flag: str) -> str:
     """Return the command that has a flag which another one lacks, or an empty text."""
-    verbs = (verb for verb, make in PARSERS.items() if any(flag in known.option_strings for known in make()._actions))
+    verbs = (verb for verb, make in PARSERS.items() if any(flag in action.option_strings for action in make()._actions))
     return f"phalanx {verb}" if (verb := next(verbs, "")) else ""

@@ -105,8 +105,8 @@ class VerifyParser(FlagParser):
         words = list(args or ())
         pairs = zip(words, [*words[1:], ""], strict=False)
         is_bare = [word == "--faults" and not after.lstrip("-").isdecimal() for word, after in pairs]
-        kept = [word for word, bare in zip(words, is_bare, strict=True) if not bare]
-        return super().parse_known_args([*kept, *(["--faults"] if any(is_bare) else [])], namespace)
+        others = [word for word, bare in zip(words, is_bare, strict=True) if not bare]
+        return super().parse_known_args([*others, *(["--faults"] if any(is_bare) else [])], namespace)
 
 
 def verify_parser() -> FlagParser:

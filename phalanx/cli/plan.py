@@ -110,8 +110,8 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         f"failures of the job), 0.00047 (per GPU and day), 419/54d (seen on them), 419/54d/16384, or {names}",
     )
     for name, default in COSTS.items():
-        what = name.removesuffix("_cost")
-        add(f"--{what}-cost", metavar="TIME", help=f"--failures: what a {what} costs [{default}]")
+        event = name.removesuffix("_cost")
+        add(f"--{event}-cost", metavar="TIME", help=f"--failures: what a {event} costs [{default}]")
     add("--calibrate-from", metavar="RUN", help="keep how far a run was from its prediction, for the next plans")
     add_json_flag(group, "the plan")  # type: ignore[arg-type]
 

@@ -66,8 +66,10 @@ def calibrate_from(name: str) -> int:
             f"the events of {stored.name} do not say enough to predict it",
             hint="The planner describes transformers: reference models, and Hugging Face models of known families.",
         )
-    kept = keep_factors(comparison, stored.name)
-    words = f"kernels x {kept['kernels']:g}, links x {kept['links']:g} in time, memory {kept['memory_gib']:+g} GiB"
+    factors = keep_factors(comparison, stored.name)
+    words = (
+        f"kernels x {factors['kernels']:g}, links x {factors['links']:g} in time, memory {factors['memory_gib']:+g} GiB"
+    )
     print(
         f"{comparison.gpu}: {words}, from {stored.name}; kept in {presets.measured_file()}, and applied to later plans"
     )
@@ -78,25 +80,25 @@ def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
     subject = namespace.plan_model
     answers = [answer(question, case, plan) for question in namespace.what_if]
     if namespace.json:
-        answered = {"what_if": [each.data() for each in answers]} if answers else {}
+        answered = {"what_if": [reply.data() for reply in answers]} if answers else {}
         print_json({**plan_data(plan, subject), **answered})
         return
-    print("\n\n".join([plan_text(plan, subject), *limits_words(plan), *(each.text() for each in answers)]))
+    print("\n\n".join([plan_text(plan, subject), *limits_words(plan), *(reply.text() for reply in answers)]))
 
 
 def limits_words(plan: Plan) -> list[str]:
     """Return whether the deadline and the budget are kept."""
 
-    found, goal = [], plan.goal
-    for limit, spent, what, instead in (
+    lines, goal = [], plan.goal
+    for limit, spent, form, instead in (
         (goal.deadline_hours, plan.cost.get("days", 0.0) * 24, "{} h of the deadline of {} h", "--fast, or more GPUs"),
         (goal.budget, plan.cost.get("money"), "${} of the budget of ${}", "--what-if fewest-gpus, --fast"),
     ):
         if limit is not None and spent and plan.fits:
             missed = f"missed by {spent / limit - 1:.0%}: try --what-if gpu, {instead}"
-            kept = "kept" if spent <= limit else missed
-            found.append(f"{what.format(rounded(spent), rounded(limit))}: {kept}")
-    return found
+            verdict = "kept" if spent <= limit else missed
+            lines.append(f"{form.format(rounded(spent), rounded(limit))}: {verdict}")
+    return lines
 
 
 def read_case(namespace: argparse.Namespace) -> tuple[PlanCase, list[tuple[str, str, str]]]:
@@ -153,13 +155,16 @@ def _of_instances(namespace: argparse.Namespace, changes: dict[str, Any]) -> Clu
         raise UsageError(
             "--gpu and --instance were both given", hint="An instance type has its own GPUs: leave --gpu out."
         )
-    found = presets.instance(namespace.instance, namespace.prices)
-    nodes = namespace.nodes or math.ceil((namespace.gpus or found.gpus) / found.gpus)
-    _check_count(namespace, namespace.gpus or nodes * found.gpus, found.gpus, f" of {found.name}")
-    cluster = presets.of_instances(found.name, nodes, namespace.prices)
+    instance = presets.instance(namespace.instance, namespace.prices)
+    nodes = namespace.nodes or math.ceil((namespace.gpus or instance.gpus) / instance.gpus)
+    _check_count(namespace, namespace.gpus or nodes * instance.gpus, instance.gpus, f" of {instance.name}")
+    cluster = presets.of_instances(instance.name, nodes, namespace.prices)
     gpus = namespace.gpus or cluster.gpus
     cluster = replace(
-        cluster, gpus=gpus, gpus_per_node=min(found.gpus, gpus), instance=f"{found.name}, {found.source}, {found.date}"
+        cluster,
+        gpus=gpus,
+        gpus_per_node=min(instance.gpus, gpus),
+        instance=f"{instance.name}, {instance.source}, {instance.date}",
     )
     return replace(cluster, **changes)
 
@@ -179,15 +184,15 @@ def _goal(
 ) -> tuple[Goal, list[tuple[str, str, str]]]:
     notes: list[tuple[str, str, str]] = []
     goal = default_goal(shape, cluster)
-    known = presets.parts_of(cluster)[0].tflops
-    best = "fp8" if namespace.fast else next(name for name in ("bf16", "fp16", "fp32") if name in known)
+    tflops = presets.parts_of(cluster)[0].tflops
+    best = "fp8" if namespace.fast else next(name for name in ("bf16", "fp16", "fp32") if name in tflops)
     precision = namespace.precision or best
     optimizer = namespace.optimizer or ("adamw8bit" if namespace.memory else goal.optimizer)
     for name, value, allowed in (("precision", precision, PRECISIONS), ("optimizer", optimizer, OPTIMIZERS)):
         if value not in allowed:
             raise UsageError(unknown_name(name, value, allowed))
-    if precision not in known and precision != "fp8":  # which the planner refuses with what to write
-        raise UsageError(f"{cluster.gpu} has no {precision}. It has: {', '.join(known)}.")
+    if precision not in tflops and precision != "fp8":  # which the planner refuses with what to write
+        raise UsageError(f"{cluster.gpu} has no {precision}. It has: {', '.join(tflops)}.")
     if namespace.seq_len is not None:
         per_step = goal.global_batch * goal.seq_len
         goal = replace(goal, seq_len=_positive("seq-len", namespace.seq_len))
@@ -269,11 +274,11 @@ def _predict(gpus: int, mtbf: float, costs: dict[str, float]) -> dict[str, Any]:
     """Return the predictions for one size, with a restart and in place."""
     for name in ("checkpoint_cost", "restart_cost"):
         if costs[name] >= mtbf:
-            what = name.removesuffix("_cost")
+            event = name.removesuffix("_cost")
             raise UsageError(
-                f"a job on {gpus:,} GPUs fails every {span(mtbf)}, and a {what} takes {span(costs[name])}: it would "
+                f"a job on {gpus:,} GPUs fails every {span(mtbf)}, and a {event} takes {span(costs[name])}: it would "
                 "hardly ever train",
-                hint=f"Use fewer GPUs, or make a {what} cheaper.",
+                hint=f"Use fewer GPUs, or make a {event} cheaper.",
             )
     cost = costs["checkpoint_cost"]
     interval = best_interval(cost, mtbf)
@@ -306,13 +311,13 @@ def read_rate(text: str, sizes: list[int]) -> FailureRate:
     """Return the failure rate that a text means; `sizes`: GPUs of the jobs it is for."""
     if text in PRESETS:
         return PRESETS[text]
-    if seen := _OBSERVED.fullmatch(text):
-        failures, days = float(seen[1]), float(seen[2])
-        if seen[3] is None and len(sizes) > 1:
+    if match := _OBSERVED.fullmatch(text):
+        failures, days = float(match[1]), float(match[2])
+        if match[3] is None and len(sizes) > 1:
             raise UsageError(
                 f"--failures {text} was observed on how many GPUs?", hint=f"Write: --failures {text}/{max(sizes)}"
             )
-        gpus = int(seen[3] or sizes[0])
+        gpus = int(match[3] or sizes[0])
         if not (failures and days and gpus):
             raise UsageError(f"--failures {text}: each number must be greater than 0.")
         return FailureRate.observed(failures, days, gpus, f"{failures:g} in {days:g} days on {gpus:,} GPUs, as given")

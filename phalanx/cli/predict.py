@@ -8,13 +8,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.evaluate import DataParser, add_run_flags, asked_of
 from phalanx.cli.flags import add_config_flags, given_flags
 from phalanx.cli.json_output import add_json_flag, add_output_flag, print_json
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.observe.format import table
+
+if TYPE_CHECKING:
+    from phalanx.zoo.saved_run import SavedRun
 
 _HELP = """Show what a run's best checkpoint predicts for data, one row per sample and in their order.
 
@@ -49,31 +52,31 @@ def run(arguments: Sequence[str]) -> int:
     namespace = parser().parse_all(arguments)
     from phalanx.zoo.saved_run import load_run, open_run
 
-    asked = asked_of(namespace)
+    request = asked_of(namespace)
     if namespace.prompt is not None:
-        for name, value in (("--data", asked["data"]), ("--set", asked["changes"]), ("--model", asked["model"])):
+        for name, value in (("--data", request["data"]), ("--set", request["changes"]), ("--model", request["model"])):
             if value:
                 raise UsageError(f"--prompt and {name} exclude each other", hint="Leave one of them out.")
         saved = load_run(namespace.run, checkpoint=namespace.checkpoint)
         print(_continued(saved, namespace))
         return 0
-    found, data = open_run(**asked, needs_target=False)
-    if hasattr(found.model, "generate") and not namespace.raw:
+    saved_run, data = open_run(**request, needs_target=False)
+    if hasattr(saved_run.model, "generate") and not namespace.raw:
         raise UsageError(
-            f"a {type(found.model).__name__} gives scores of every token at every place, which are not texts",
+            f"{a_type(saved_run.model)} gives scores of every token at every place, which are not texts",
             hint=f'Write: phalanx predict {namespace.run} --prompt "TEXT", or add --raw for the scores.',
         )
     with redirect_stdout(sys.stderr):
-        outputs = found.predict(data, **given_flags(namespace))
+        outputs = saved_run.predict(data, **given_flags(namespace))
     path = None if namespace.output is None else Path(namespace.output)
     if path is not None and path.suffix in _OF_TENSORS:
         count = _write_outputs(outputs, path)
     else:
         decode = None if namespace.raw else getattr(data, "predictions", None)  # data whose outputs mean texts
-        rows = _rows(outputs, data, found, raw=namespace.raw) if decode is None else decode(outputs)
+        rows = _rows(outputs, data, saved_run, raw=namespace.raw) if decode is None else decode(outputs)
         count = len(rows)
         if namespace.json:
-            print_json({"run": found.name, "checkpoint": str(found.checkpoint), "rows": rows})
+            print_json({"run": saved_run.name, "checkpoint": str(saved_run.checkpoint), "rows": rows})
         elif path is None:
             print(_as_table(rows))
         if path is not None:
@@ -93,31 +96,31 @@ def _continued(saved: Any, namespace: Any) -> str:
 
     model = language_model(saved)
     if not isinstance(model, Decoder | T5):
-        raise UsageError(f"a {type(model).__name__} does not continue texts", hint="Leave --prompt out.")
+        raise UsageError(f"{a_type(model)} does not continue texts", hint="Leave --prompt out.")
     if not namespace.prompt or namespace.max_tokens < 1:
         raise UsageError("--prompt needs at least one letter to continue, and --max-tokens at least 1")
-    asked = namespace.prompt, namespace.max_tokens, Sampling(temperature=namespace.temperature)
+    request = namespace.prompt, namespace.max_tokens, Sampling(temperature=namespace.temperature)
     if isinstance(model, T5):
-        return written_text(saved, *asked)
-    return text_of_run(saved).answer(*asked)
+        return written_text(saved, *request)
+    return text_of_run(saved).answer(*request)
 
 
 def _as_table(rows: list[dict[str, Any]]) -> str:
     """Return rows as a table with a title; a class is shown by its name."""
     names = [name for name in rows[0] if name != "class" or "name" not in rows[0]] if rows else []
-    shown = {"name": "class"}
+    title_of = {"name": "class"}
     cells = [[json.dumps(row[n]) if isinstance(row[n], list) else str(row[n]) for n in names] for row in rows]
-    return table([[shown.get(name, name) for name in names], *cells])
+    return table([[title_of.get(name, name) for name in names], *cells])
 
 
-def _rows(outputs: Any, data: Any, run: Any, *, raw: bool) -> list[dict[str, Any]]:
+def _rows(outputs: Any, data: Any, run: SavedRun, *, raw: bool) -> list[dict[str, Any]]:
     """Return what is written of each sample: its row and file, and the class with its probability, or the output."""
     import torch
 
-    if not isinstance(outputs, torch.Tensor) and not all(isinstance(each, torch.Tensor) for each in outputs):
+    if not isinstance(outputs, torch.Tensor) and not all(isinstance(part, torch.Tensor) for part in outputs):
         raise _not_one_tensor(outputs)
     places, files = _inputs(data, len(outputs))
-    rows: list[dict[str, Any]] = [{"row": place} for place in places]
+    rows: list[dict[str, Any]] = [{"row": index} for index in places]
     for row, file in zip(rows, files, strict=False):
         row["file"] = file
     classes: list[str] = run.classes
@@ -139,11 +142,11 @@ def _inputs(data: Any, count: int) -> tuple[list[int], list[str]]:
     """Return the samples' places in the data as they are stored, and the names of their files where they have some."""
     places = list(range(count))
     while isinstance(indices := getattr(data, "indices", None), list) and hasattr(data, "dataset"):  # a subset
-        places, data = [indices[place] for place in places], data.dataset
+        places, data = [indices[row] for row in places], data.dataset
     samples = getattr(data, "samples", None)  # of folders of images, as torchvision has it: (file, label)
     if isinstance(samples, list):
-        return places, [_shorter(str(samples[place][0])) for place in places]
-    return places, [data.name(place) for place in places] if hasattr(data, "name") else []
+        return places, [_shorter(str(samples[row][0])) for row in places]
+    return places, [data.name(row) for row in places] if hasattr(data, "name") else []
 
 
 def _shorter(file: str) -> str:
@@ -152,7 +155,7 @@ def _shorter(file: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
-def _is_classifier(outputs: Any, data: Any, run: Any) -> bool:
+def _is_classifier(outputs: Any, data: Any, run: SavedRun) -> bool:
     """Whether an output scores classes: one for each known name, or those of a run whose labels are whole numbers."""
     if isinstance(outputs, list) or outputs.ndim != 2 or outputs.shape[1] < 2 or not outputs.is_floating_point():
         return False
@@ -167,7 +170,7 @@ def _is_classifier(outputs: Any, data: Any, run: Any) -> bool:
 
 def _rounded(value: Any, digits: int) -> Any:
     if isinstance(value, list):
-        return [_rounded(each, digits) for each in value]
+        return [_rounded(item, digits) for item in value]
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 

@@ -48,26 +48,26 @@ def run(arguments: Sequence[str]) -> int:
     if namespace.profile or namespace.svg is not None or namespace.rank is not None:
         report_profile(stored, namespace.rank, namespace.svg, as_json=namespace.json)
         return 0
-    found = account((*stored.events(), *stored.last_beat()))
-    comparison, problem = _comparison(stored, found)
-    if found is None:
+    ledger = account((*stored.events(), *stored.last_beat()))
+    comparison, problem = _comparison(stored, ledger)
+    if ledger is None:
         raise UsageError(
             f"the events of {stored.name} do not say where its time went",
             hint="It has not begun to train yet, or was trained by an older version, by TensorFlow or by a loop of "
             "your own.",
         )
     if namespace.json:
-        shown = [] if comparison is None else [each._asdict() for each in comparison.components]
-        print_json({**_document(stored, found), "predicted": shown})
+        predicted = [] if comparison is None else [component._asdict() for component in comparison.components]
+        print_json({**_document(stored, ledger), "predicted": predicted})
     else:
-        print("\n".join([*_lines(stored, found), *_comparison_lines(comparison), *problem]))
+        print("\n".join([*_lines(stored, ledger), *_comparison_lines(comparison), *problem]))
     return 0
 
 
-def _comparison(stored: StoredRun, found: Account | None) -> tuple[RunComparison | None, list[str]]:
+def _comparison(stored: StoredRun, ledger: Account | None) -> tuple[RunComparison | None, list[str]]:
     """Return the comparison, or why there is none: a report is shown all the same."""
     try:
-        comparison = compare_stored(stored, found)
+        comparison = compare_stored(stored, ledger)
     except UsageError as error:
         return None, ["", f"not predicted: {error}"]
     if comparison is not None and not comparison.is_measured:
@@ -75,69 +75,71 @@ def _comparison(stored: StoredRun, found: Account | None) -> tuple[RunComparison
     return comparison, []
 
 
-def compare_stored(stored: StoredRun, found: Account | None) -> RunComparison | None:
+def compare_stored(stored: StoredRun, ledger: Account | None) -> RunComparison | None:
     """Return what the planner predicts of a run, beside what was measured; None where its events do not describe it."""
-    if found is None or not stored.begun.get("job"):
+    if ledger is None or not stored.begun.get("job"):
         return None
     from phalanx.tools.plan.learning import compare
 
     steps = [event for event in stored.events() if event["event"] == "step"]
-    return compare(stored.begun, steps, found)
+    return compare(stored.begun, steps, ledger)
 
 
 def _comparison_lines(comparison: RunComparison | None) -> list[str]:
     if comparison is None:
         return []
     rows = [("", "predicted", "measured", "measured / predicted")]
-    for each in comparison.components:
-        predicted, measured = (f"{value:.4g} {each.unit}".rstrip() for value in (each.predicted, each.measured))
-        rows.append((each.name, predicted, measured, f"{each.factor:.2f}" if each.predicted else "-"))
+    for component in comparison.components:
+        predicted, measured = (
+            f"{value:.4g} {component.unit}".rstrip() for value in (component.predicted, component.measured)
+        )
+        rows.append((component.name, predicted, measured, f"{component.factor:.2f}" if component.predicted else "-"))
     note = "To plan with what was measured: phalanx plan --calibrate-from RUN"
     return ["", f"predicted by `phalanx plan` for {comparison.gpu}", table(rows), note]
 
 
-def _document(stored: StoredRun, found: Account) -> dict[str, Any]:
+def _document(stored: StoredRun, ledger: Account) -> dict[str, Any]:
     return {
         "run": stored.name,
         "status": stored.status,
         "ranks_per_gpu": stored.ranks_per_gpu,
-        "steps": found.steps,
-        "attempts": found.attempts,
-        "redone_steps": found.redone_steps,
-        "total_seconds": found.total,
-        "seconds": found.seconds,
-        "shares": found.shares,
-        "throughput": {"steady": found.steady_throughput, "whole": found.throughput},
-        "mfu": {"steady": found.steady_mfu, "whole": found.mfu},
-        "communication_is_counted": found.communication_is_counted,
-        "until": found.until,
+        "steps": ledger.steps,
+        "attempts": ledger.attempts,
+        "redone_steps": ledger.redone_steps,
+        "total_seconds": ledger.total,
+        "seconds": ledger.seconds,
+        "shares": ledger.shares,
+        "throughput": {"steady": ledger.steady_throughput, "whole": ledger.throughput},
+        "mfu": {"steady": ledger.steady_mfu, "whole": ledger.mfu},
+        "communication_is_counted": ledger.communication_is_counted,
+        "until": ledger.until,
     }
 
 
-def _lines(stored: StoredRun, found: Account) -> list[str]:
-    again = f", {found.redone_steps:,} steps done again" if found.redone_steps else ""
-    tries = f"{found.attempts} attempts" if found.attempts > 1 else "1 attempt"
-    shares = found.shares
+def _lines(stored: StoredRun, ledger: Account) -> list[str]:
+    again = f", {ledger.redone_steps:,} steps done again" if ledger.redone_steps else ""
+    tries = f"{ledger.attempts} attempts" if ledger.attempts > 1 else "1 attempt"
+    shares = ledger.shares
     largest = max(shares.values(), default=1.0) or 1.0
     rows = [("", "time", "share", "")]
-    for name, seconds in found.seconds.items():
+    for name, seconds in ledger.seconds.items():
         bar = "#" * round(_BAR * shares[name] / largest)
         rows.append((CATEGORIES[name], _time(seconds), f"{shares[name]:6.1%}", bar))
-    rows.append(("total", _time(found.total), f"{1:6.1%}", ""))
+    rows.append(("total", _time(ledger.total), f"{1:6.1%}", ""))
     speeds = [("", "steady state", "whole run")]
-    speeds.append(("samples/s", rate(found.steady_throughput), rate(found.throughput)))
-    if found.steady_mfu is not None and found.mfu is not None:
-        speeds.append(("MFU", f"{found.steady_mfu:.1%}", f"{found.mfu:.1%}"))
+    speeds.append(("samples/s", rate(ledger.steady_throughput), rate(ledger.throughput)))
+    if ledger.steady_mfu is not None and ledger.mfu is not None:
+        speeds.append(("MFU", f"{ledger.steady_mfu:.1%}", f"{ledger.mfu:.1%}"))
     note = speed_note(stored.ranks_per_gpu)
     lines = [
-        f"{stored.name}: {stored.status}, {found.steps:,} steps, {tries}{again}",
+        f"{stored.name}: {stored.status}, {ledger.steps:,} steps, {tries}{again}",
         *([note] if note else []),
         "",
         table(rows),
         "",
         table(speeds),
     ]
-    if not found.communication_is_counted:
+    if not ledger.communication_is_counted:
         lines += ["", "Exposed communication is part of productive: this strategy does not count it."]
     return lines
 
@@ -149,20 +151,20 @@ def _time(seconds: float) -> str:
 def report_profile(stored: StoredRun, rank: int | None, svg: str | None, *, as_json: bool) -> None:
     """Analyse a run's traces, merge them into one, and print the result."""
     folder = _folder(stored)
-    found = analyse(folder)
+    analysis = analyse(folder)
     if rank is not None:
-        _check_rank(found, rank)
+        _check_rank(analysis, rank)
     traces = folder.glob("rank-*.json.gz")
     merged = folder / MERGED
     if not merged.exists() or merged.stat().st_mtime < max(path.stat().st_mtime for path in traces):
-        merge(folder, found)
+        merge(folder, analysis)
     if svg:
-        Path(svg).write_text(draw(found), encoding="utf-8")
+        Path(svg).write_text(draw(analysis), encoding="utf-8")
     if as_json:
-        print_json({"run": stored.name, "trace": str(merged), **document(found, folder)})
+        print_json({"run": stored.name, "trace": str(merged), **document(analysis, folder)})
         return
     print(f"{stored.name}: {stored.status}, profile of", end=" ")
-    print("\n".join(lines(found, rank, folder)))
+    print("\n".join(lines(analysis, rank, folder)))
     print(f"\nall ranks on one timeline: {merged} (open it at https://ui.perfetto.dev)")
 
 
@@ -171,25 +173,25 @@ def _folder(stored: StoredRun) -> Path:
     folder = stored.path / "profile"
     if any(folder.glob("rank-*.json.gz")):
         return folder
-    given = stored.record.settings.get("profile") if stored.record is not None else None
-    if not given:
+    setting = stored.record.settings.get("profile") if stored.record is not None else None
+    if not setting:
         raise UsageError(
             f"{stored.name} was not profiled", hint="Record some steps: phalanx train ... --profile steps=10:15"
         )
     step = stored.steps[0]
     if stored.status == "running":
         raise UsageError(
-            f"{stored.name} has not recorded its profile yet ({given}): it is at step {step}",
+            f"{stored.name} has not recorded its profile yet ({setting}): it is at step {step}",
             hint="The traces are there when the last of these steps is done; see: phalanx runs",
         )
     raise UsageError(
-        f"{stored.name} was to record a profile ({given}), but ended before it was complete, at step {step}",
+        f"{stored.name} was to record a profile ({setting}), but ended before it was complete, at step {step}",
         hint="Record earlier steps, such as --profile steps=3:5; a script must train with a trainer of Phalanx.",
     )
 
 
-def _check_rank(found: Analysis, rank: int) -> None:
-    known = [timeline.rank for timeline in found.timelines]
-    if rank not in known:
-        names = ", ".join(map(str, known[:20])) + (", ..." if len(known) > 20 else "")
+def _check_rank(analysis: Analysis, rank: int) -> None:
+    ranks = [timeline.rank for timeline in analysis.timelines]
+    if rank not in ranks:
+        names = ", ".join(map(str, ranks[:20])) + (", ..." if len(ranks) > 20 else "")
         raise UsageError(f"rank {rank} was not recorded", hint=f"Recorded ranks: {names}")

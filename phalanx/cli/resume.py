@@ -65,13 +65,13 @@ def resume_job(record: JobRecord, words: Sequence[str]) -> int:
     target = target_of(record)
     target.options = dataclasses.replace(target.options, name=job.name)
     job = dataclasses.replace(job, environment={**job.environment, **variables(target.options.env)})
-    given = argparse.Namespace(render=False, dry_run=False, follow=False, json="--json" in words)
-    return hand_over(record.target, target, job, given, resumes=record.name)
+    namespace = argparse.Namespace(render=False, dry_run=False, follow=False, json="--json" in words)
+    return hand_over(record.target, target, job, namespace, resumes=record.name)
 
 
 def _next_name(name: str) -> str:
     """Return the first free name of a job that continues another: train-2, train-3, ..."""
     stem, _, number = name.rpartition("-")
     base = stem if stem and number.isdecimal() and len(number) < 4 else name
-    taken = {record.name for record in records()}
-    return next(found for n in itertools.count(2) if (found := f"{base}-{n}") not in taken)
+    names = {record.name for record in records()}
+    return next(candidate for n in itertools.count(2) if (candidate := f"{base}-{n}") not in names)

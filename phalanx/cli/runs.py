@@ -161,16 +161,16 @@ def summary(run: StoredRun) -> dict[str, Any]:
     }
 
 
-def _listed(folder: Path, asked: str | None) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the runs to list, and a line for each search whose trials are left out; `asked`: the value of --trials."""
+def _listed(folder: Path, search: str | None) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the runs to list, and a line for each search whose trials are left out; `search`: of --trials."""
     studies = list_studies(folder)
-    if asked:
-        named = [study for study in studies if study.name.startswith(Path(asked).name)]
+    if search:
+        named = [study for study in studies if study.name.startswith(Path(search).name)]
         if not named:
-            raise UsageError(unknown_name("search", asked, [study.name for study in studies]))
+            raise UsageError(unknown_name("search", search, [study.name for study in studies]))
         return [summary(run) for study in named for run in list_runs(study / "trials")], []
     runs = list_runs(folder)
-    if asked is not None:
+    if search is not None:
         runs += [run for study in studies for run in list_runs(study / "trials")]
         runs.sort(key=lambda run: run.started, reverse=True)
         return [summary(run) for run in runs], []
@@ -182,10 +182,10 @@ def _listed(folder: Path, asked: str | None) -> tuple[list[dict[str, Any]], list
 
 def _list(namespace: argparse.Namespace) -> None:
     runs, notes = _listed(Path(namespace.runs_dir), namespace.trials)
-    known = sorted({tag for run in runs for tag in run["tags"]})
+    tags = sorted({tag for run in runs for tag in run["tags"]})
     for tag in namespace.tag:
-        if tag not in known:
-            raise UsageError(unknown_name("tag", tag, known, of=str(Path(namespace.runs_dir))))
+        if tag not in tags:
+            raise UsageError(unknown_name("tag", tag, tags, of=str(Path(namespace.runs_dir))))
         runs, notes = [run for run in runs if tag in run["tags"]], []
     if namespace.json:
         print_json(runs)
@@ -195,7 +195,7 @@ def _list(namespace: argparse.Namespace) -> None:
         return
     groups = {"": runs}
     if namespace.group_by_tag:  # a run with two tags is listed under both
-        groups = {tag: [run for run in runs if tag in run["tags"]] for tag in known}
+        groups = {tag: [run for run in runs if tag in run["tags"]] for tag in tags}
         groups["no tag"] = [run for run in runs if not run["tags"]]
     head, *rows = table([_TITLES, *(_row(run) for group in groups.values() for run in group)]).splitlines()
     lines, rest = [head] if runs else [], iter(rows)
@@ -218,23 +218,23 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
 
 def _show(namespace: argparse.Namespace) -> None:
     run = find_run(namespace.run, Path(namespace.runs_dir))
-    record, found = run.record, summary(run)
+    record, facts = run.record, summary(run)
     if namespace.json:
-        print_json({**found, "record": dataclasses.asdict(record) if record else None})
+        print_json({**facts, "record": dataclasses.asdict(record) if record else None})
         return
-    error = run.failure if found["status"] == "failed" else {}
+    error = run.failure if facts["status"] == "failed" else {}
     rows = [
         ("folder", str(run.path)),
         ("command", run.command),
         ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))),
-        ("status", f"{found['status']} ({found['reason']})" if found["reason"] else found["status"]),
+        ("status", f"{facts['status']} ({facts['reason']})" if facts["reason"] else facts["status"]),
         ("damage", run.damage),
         ("error", f"{error['type']}: {error['message']}" if error else ""),
-        ("steps", of_total(found["steps"], found["total_steps"])),
-        ("best", f"{found['best_metric']} {found['best_value']:.6g}" if found["best_metric"] else ""),
-        ("best checkpoint", str(found["best_checkpoint"] or "")),
+        ("steps", of_total(facts["steps"], facts["total_steps"])),
+        ("best", f"{facts['best_metric']} {facts['best_value']:.6g}" if facts["best_metric"] else ""),
+        ("best checkpoint", str(facts["best_checkpoint"] or "")),
         ("checkpoints", ", ".join(path.name for path in run.checkpoints)),
-        ("size", size(found["bytes"])),
+        ("size", size(facts["bytes"])),
         ("name", run.alias),
         ("tags", ", ".join(run.tags)),
         ("note", record.note if record else ""),
@@ -248,7 +248,7 @@ def _show(namespace: argparse.Namespace) -> None:
         rows += record.environment.items()
         rows.append(("packages", str(run.path / PACKAGES) if (run.path / PACKAGES).is_file() else ""))
     print(table([row for row in rows if row[1]]))
-    verbs = ["resume"] if found["status"] not in ("finished", "running") else []
+    verbs = ["resume"] if facts["status"] not in ("finished", "running") else []
     if run.checkpoints:
         lines = [f"  phalanx {verb} {shlex.quote(run.name)}" for verb in (*verbs, "evaluate", "export")]
         print("next:", *lines, sep="\n")
@@ -260,8 +260,8 @@ def _ended_rows(run: StoredRun) -> list[tuple[str, str]]:
     if "strategy" not in begun:
         return [("time", duration(run.ended["total_time"]))] if "total_time" in run.ended else []
     layout = begun.get("layout") or begun["strategy"]
-    place = f"{begun['world_size']} x {begun['device']}, {begun['precision']}"
-    rows = [("layout", f"{layout}, {place}"), ("parameters", f"{begun['parameters']:,}")]
+    resources = f"{begun['world_size']} x {begun['device']}, {begun['precision']}"
+    rows = [("layout", f"{layout}, {resources}"), ("parameters", f"{begun['parameters']:,}")]
     with suppress(TypeError, ValueError):  # it goes on, or another version wrote its events
         started, ended = from_dict(begun), from_dict(run.ended)
         if isinstance(started, RunStarted) and isinstance(ended, RunEnded):
@@ -344,8 +344,8 @@ def _stop(namespace: argparse.Namespace) -> None:
     if run.status != "running":
         raise UsageError(f"{run.path} is not in progress: its status is {run.status}.")
     if run.record is None or not run.record.is_alive:
-        place = f" on {run.record.host}" if run.record is not None else ""
-        raise UsageError(f"the process of {run.name} is not one of this machine{place}", hint="Stop it there.")
+        host = f" on {run.record.host}" if run.record is not None else ""
+        raise UsageError(f"the process of {run.name} is not one of this machine{host}", hint="Stop it there.")
     run.require_trust("names the process that would get a signal")
     os.kill(run.record.pid, signal.SIGTERM)
     print(f"{run.name} stops after its current step", flush=True)

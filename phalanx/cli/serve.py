@@ -1,4 +1,4 @@
-"""`phalanx serve`: answer requests for texts over HTTP, in the words of OpenAI's API."""
+"""`phalanx serve`: a language model over an OpenAI-compatible HTTP API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from phalanx.cli.flags import FlagParser
 from phalanx.errors import UsageError
 
-_HELP = """Answer requests for texts of a trained language model (gpt, llama, moe), in the words of OpenAI's API.
+_HELP = """Serve a trained language model (gpt, llama, moe) over an OpenAI-compatible HTTP API.
 
   GET /v1/models, POST /v1/completions, POST /v1/chat/completions (also as streams), GET /health
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -46,20 +47,20 @@ def run(arguments: Sequence[str]) -> int:
     stored = find_run(namespace.run, Path(namespace.runs_dir))
     logs = stored.path / "logs"
     named = [(path, match) for path in logs.glob("rank-*.stack") if (match := _STACK.fullmatch(path.name))]
-    found = {int(match[1]): path for path, match in named}
-    pids = {rank: pid for rank in sorted(found) if (pid := process_of(stored.path, rank)) is not None}
+    stack_files = {int(match[1]): path for path, match in named}
+    pids = {rank: pid for rank in sorted(stack_files) if (pid := process_of(stored.path, rank)) is not None}
     if not pids:
-        return _show_ended(stored, found, namespace.threads)
+        return _show_ended(stored, stack_files, namespace.threads)
     if namespace.native:
         texts = {rank: _native_stack(rank, pid) for rank, pid in pids.items()}
     else:
-        texts = _ask({rank: (pids[rank], found[rank]) for rank in pids}, namespace.threads)
+        texts = _ask({rank: (pids[rank], stack_files[rank]) for rank in pids}, namespace.threads)
     _print_groups(texts)
     _note_others(stored, pids)
     return 0
 
 
-def _show_ended(stored: StoredRun, found: dict[int, Path], threads: bool) -> int:
+def _show_ended(stored: StoredRun, stack_files: dict[int, Path], threads: bool) -> int:
     """Show what the ranks of a run have left that has ended, or say why there is nothing."""
     if stored.status == "running":
         owner = _owner(stored.path)
@@ -70,7 +71,7 @@ def _show_ended(stored: StoredRun, found: dict[int, Path], threads: bool) -> int
             )
         host = stored.record.host if stored.record is not None else "another machine"
         raise UsageError(f"no rank of {stored.name} runs on this machine", hint=f"Run it on {host}, or in a moment.")
-    texts = {rank: latest_dump(path.read_text(errors="replace"), threads) for rank, path in sorted(found.items())}
+    texts = {rank: latest_dump(path.read_text(errors="replace"), threads) for rank, path in sorted(stack_files.items())}
     texts = {rank: text for rank, text in texts.items() if text}
     if not texts:
         raise UsageError(
@@ -87,7 +88,6 @@ def _owner(path: Path) -> str | None:
     uid = path.stat().st_uid
     if uid == os.geteuid():
         return None
-    import pwd
 
     try:
         return pwd.getpwuid(uid).pw_name
@@ -97,25 +97,27 @@ def _owner(path: Path) -> str | None:
 
 def _ask(ranks: dict[int, tuple[int, Path]], threads: bool) -> dict[int, str]:
     """Return each rank's stack, which it writes to its file and then, to tell that it is complete, its record."""
-    asked = time.time()
+    began = time.time()
     for pid, _ in ranks.values():
         _send(pid, ASK)
     silent = dict(ranks)
-    while silent and time.time() < asked + _ANSWER_SECONDS:
+    while silent and time.time() < began + _ANSWER_SECONDS:
         time.sleep(0.05)
-        silent = {rank: each for rank, each in silent.items() if read_calls(each[1].parent, rank, asked) is None}
+        silent = {
+            rank: process for rank, process in silent.items() if read_calls(process[1].parent, rank, began) is None
+        }
         if all(is_stopped(pid) for pid, _ in silent.values()):
             break
     before = {rank: len(_read(path)) for rank, (_, path) in silent.items()}
     for pid, _ in silent.values():  # it holds the interpreter lock: only its main thread can write, from C
         _send(pid, signal.SIGQUIT)
     time.sleep(_STACK_SECONDS if silent else 0)
-    found = {}
+    texts = {}
     for rank, (pid, path) in ranks.items():
         text = latest_dump(_read(path)[before.get(rank, 0) :].decode(errors="replace"), threads)
         silence = "stopped (SIGSTOP or a debugger)" if is_stopped(pid) else "no answer; try --native"
-        found[rank] = text or f"  {silence}"
-    return found
+        texts[rank] = text or f"  {silence}"
+    return texts
 
 
 def _read(path: Path) -> bytes:

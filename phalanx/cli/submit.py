@@ -23,6 +23,7 @@ from phalanx.launch.nccl import nccl_variables
 from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe
 from phalanx.tools.plan.presets import of_recipe
+from phalanx.tools.plan.rules import layout_of
 from phalanx.tools.submit.job import (
     ENDED,
     ClusterJob,
@@ -35,6 +36,7 @@ from phalanx.tools.submit.job import (
 )
 from phalanx.tools.submit.job_files import archive, archive_line, check_ship, check_uv, local_files
 from phalanx.tools.submit.target import CANCEL, TARGETS, CommonOptions, Target, read_options, target_class
+from phalanx.world.mesh import plan_mesh
 
 _TUNE = "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
 _HELP = "Hand a run to a cluster. Takes what `phalanx train` takes, and the options of the target."
@@ -48,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     if words[0] in ("-h", "--help"):
         print(_overview())
         return 0
-    name, (ours, own) = words[0], split_own(words[1:])
+    name, (ours, script_arguments) = words[0], split_own(words[1:])
     kind = target_class(name)
     parser = submit_parser(name, kind.options_class)
     if {"-h", "--help"} & set(ours):
@@ -56,13 +58,13 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     namespace, rest = parser.parse_known_args(list(_joined(ours)))
     _check_flags(parser, rest, tune_parser() if namespace.tune else train_parser())
-    trained = [*rest, *(["--", *own] if own else [])]
-    given = {key: value for key, value in vars(namespace).items() if key not in _OWN}
+    trained = [*rest, *(["--", *script_arguments] if script_arguments else [])]
+    options_given = {key: value for key, value in vars(namespace).items() if key not in _OWN}
     if namespace.tune and not kind.has_arrays:
         raise UsageError(f"--tune splits a search over an array of jobs, which {name} does not have", hint=_TUNE)
     describe = describe_search if namespace.tune else describe_job
     job, config_files, planned = describe(trained, namespace.job_name)
-    options = read_options(name, {**given, "name": job.name}, config_files, os.environ)
+    options = read_options(name, {**options_given, "name": job.name}, config_files, os.environ)
     if job.config.share_gpus and name != "ssh":
         raise UsageError(
             f"share_gpus = True: a job of {name} asks for a GPU per rank, so none would be shared",
@@ -115,12 +117,12 @@ def submit_parser(name: str, options: type[CommonOptions]) -> FlagParser:
     for field in dataclasses.fields(options):
         if field.name == "name":
             continue
-        flag, shown = (
+        flag, default = (
             "--" + field.name.replace("_", "-"),
             f" [{field.default}]" if field.default not in (None, False) else "",
         )
         plain: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
-        text = f"{field.metadata['help']}{shown}".replace("%", "%%")
+        text = f"{field.metadata['help']}{default}".replace("%", "%%")
         if kinds(field) == ("bool",):
             section.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, **plain)
         else:
@@ -137,8 +139,6 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
 def check_fits(job: ClusterJob, model: str | None, gpu: str) -> str:
     """Return the predicted memory and step time of a job on a type of GPU; UsageError if it does not fit."""
     from phalanx.tools.plan import Cluster, Goal, estimate, presets
-    from phalanx.tools.plan.rules import layout_of
-    from phalanx.world.mesh import plan_mesh
 
     presets.gpu(gpu)
     if model is None or job.config.batch_size is None:
@@ -152,32 +152,34 @@ def check_fits(job: ClusterJob, model: str | None, gpu: str) -> str:
     goal = Goal(global_batch=batch, seq_len=seq_len, precision=precision, reduce_bytes=4)
     cluster = Cluster(gpu=gpu, gpus=job.ranks, gpus_per_node=job.ranks_per_node)
     kernels = "fused" if job.config.compile else "autocast" if mixed else "eager"
-    found = estimate(model, cluster, dataclasses.replace(layout, kernels=kernels, attention="flash"), goal)
-    if not found.fits:
+    prediction = estimate(model, cluster, dataclasses.replace(layout, kernels=kernels, attention="flash"), goal)
+    if not prediction.fits:
         raise UsageError(
-            f"a rank needs {found.needed_gib:.0f} GiB, and {gpu} has {found.memory_limit_gib:.0f}",
+            f"a rank needs {prediction.needed_gib:.0f} GiB, and {gpu} has {prediction.memory_limit_gib:.0f}",
             hint=f"Find a layout that fits: phalanx plan {model} --gpus {job.ranks} --gpu {gpu}",
         )
-    memory = f"{found.needed_gib:.0f} of {found.memory_limit_gib:.0f} GiB per GPU"
-    return f"planned: {memory}, {found.step_seconds:.3g} s per step"
+    memory = f"{prediction.needed_gib:.0f} of {prediction.memory_limit_gib:.0f} GiB per GPU"
+    return f"planned: {memory}, {prediction.step_seconds:.3g} s per step"
 
 
 def describe_job(
-    words: list[str], wanted: str | None, *, continues: bool = True
+    words: list[str], name_given: str | None, *, continues: bool = True
 ) -> tuple[ClusterJob, list[str] | None, str | None]:
     """Return the job of train's arguments, checked as train does, its --config files, and the planner's model.
 
     `continues`: started again, it goes on from its last checkpoint.
     """
-    ours, own = split_own(words)
+    ours, script_arguments = split_own(words)
     namespace = train_parser().parse_all(ours)
-    named = read_target(namespace, own, "submit", "Write: phalanx submit slurm digits --num-nodes 2 --gpus-per-node 8")
+    named = read_target(
+        namespace, script_arguments, "submit", "Write: phalanx submit slurm digits --num-nodes 2 --gpus-per-node 8"
+    )
     recipe = named if isinstance(named, Recipe) else None
     if not isinstance(named, Recipe):
         named.check()
     config = resolve_flags(namespace, recipe).config
     subject = recipe.name if recipe else Path(namespace.script or namespace.module).stem
-    name = job_name(wanted, config.name or subject)
+    name = job_name(name_given, config.name or subject)
     run_dir = config.run_dir or f"runs/{name}"
     extra = [] if config.run_dir or namespace.resume is not None else ["--run-dir", run_dir]
     if continues and not config.resume_from_checkpoint:
@@ -186,7 +188,7 @@ def describe_job(
     total, nodes = config.total_ranks or 1, len(parse_hosts(config.hosts)) if config.hosts else config.num_nodes
     job = ClusterJob(
         name=name,
-        arguments=(*ours, *extra, *(["--", *own] if own else [])),
+        arguments=(*ours, *extra, *(["--", *script_arguments] if script_arguments else [])),
         config=config,
         nodes=nodes,
         ranks_per_node=total // nodes,
@@ -201,17 +203,17 @@ def describe_job(
     return job, namespace.config, None if recipe is None else of_recipe(recipe.name, preset)
 
 
-def describe_search(words: list[str], wanted: str | None) -> tuple[ClusterJob, list[str] | None, str | None]:
+def describe_search(words: list[str], name_given: str | None) -> tuple[ClusterJob, list[str] | None, str | None]:
     """Return the job of `phalanx tune`'s arguments, whose trials are split over the tasks of an array."""
-    ours, own = split_own(words)
+    ours, script_arguments = split_own(words)
     namespace = tune_parser().parse_all(ours)
-    named = read_target(namespace, own, "tune", _TUNE)
+    named = read_target(namespace, script_arguments, "tune", _TUNE)
     recipe = named if isinstance(named, Recipe) else None
     if namespace.space is None or not Path(namespace.space).is_file():
-        given = "is not given" if namespace.space is None else f"{namespace.space} does not exist"
-        raise UsageError(f"--tune needs the file of the search space, and --space {given}", hint=_TUNE)
+        problem = "is not given" if namespace.space is None else f"{namespace.space} does not exist"
+        raise UsageError(f"--tune needs the file of the search space, and --space {problem}", hint=_TUNE)
     config = resolve_flags(namespace, recipe).config
-    name = job_name(wanted, f"tune-{recipe.name if recipe else Path(namespace.script or namespace.module).stem}")
+    name = job_name(name_given, f"tune-{recipe.name if recipe else Path(namespace.script or namespace.module).stem}")
     job = ClusterJob(
         name=name,
         arguments=tuple(words),
@@ -236,8 +238,8 @@ def _device(config: DistributedConfig) -> str:
 
 def _data_workers(recipe: Recipe | None) -> int | None:
     """Return the processes per rank that a recipe names for its data, or None."""
-    found = None if recipe is None else recipe.data.get("workers")
-    return found if isinstance(found, int) else None
+    workers = None if recipe is None else recipe.data.get("workers")
+    return workers if isinstance(workers, int) else None
 
 
 def _network(config: DistributedConfig) -> dict[str, str]:
@@ -245,9 +247,9 @@ def _network(config: DistributedConfig) -> dict[str, str]:
     if config.nccl_env is None:
         return {}
     return {
-        each.name: each.value
-        for each in nccl_variables(config.nccl_env)
-        if not each.advice and "IFNAME" not in each.name
+        variable.name: variable.value
+        for variable in nccl_variables(config.nccl_env)
+        if not variable.advice and "IFNAME" not in variable.name
     }
 
 
@@ -326,8 +328,8 @@ def _submit(name: str, target: Target[Any], job: ClusterJob, files: dict[str, st
 
 def _cancel_unrecorded(target: Target[Any], record: JobRecord, error: BaseException) -> None:
     """Cancel a job whose record was not written: no later command could find it."""
-    known = f"{record.target} job {record.id}"
-    why = f"{known} was submitted, but its record was not written to {jobs_folder()}: {error}"
+    job = f"{record.target} job {record.id}"
+    why = f"{job} was submitted, but its record was not written to {jobs_folder()}: {error}"
     try:
         target.cancel(record)
     except (PhalanxError, OSError) as failed:
@@ -349,8 +351,8 @@ def _refuse_twice(name: str) -> None:
 def target_of(record: JobRecord) -> Target[Any]:
     """Return the target of a recorded job, with the options it was submitted with."""
     kind = target_class(record.target)
-    known = {field.name for field in dataclasses.fields(kind.options_class)}
-    return kind(kind.options_class(**{key: value for key, value in record.options.items() if key in known}))
+    fields = {field.name for field in dataclasses.fields(kind.options_class)}
+    return kind(kind.options_class(**{key: value for key, value in record.options.items() if key in fields}))
 
 
 def _shipped(target: Target[Any], job: ClusterJob) -> str:

@@ -105,7 +105,7 @@ def _choose(namespace: argparse.Namespace) -> StoredRun:
     folder = Path(namespace.runs_dir)
     if namespace.run is not None:
         return find_run(namespace.run, folder)
-    running = [each for each in list_runs(folder) if each.status == "running"]
+    running = [run for run in list_runs(folder) if run.status == "running"]
     return running[0] if running else find_run("last", folder)
 
 
@@ -120,19 +120,19 @@ def _follow(path: Path, interval: float) -> None:
     from rich.text import Text
 
     with Live(auto_refresh=False, screen=True) as live:
-        shown: list[str] = []
+        last: list[str] = []
         try:
             while True:
                 stored = StoredRun(path)  # a new one: it keeps what it has read
-                shown = lines(stored, _beats(stored))
-                text = "\n".join([*shown, "", "Ctrl-C ends this display, not the run."])
+                last = lines(stored, _beats(stored))
+                text = "\n".join([*last, "", "Ctrl-C ends this display, not the run."])
                 live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
                 if stored.status not in _LIVE:
                     break
                 time.sleep(interval)
         except KeyboardInterrupt:
             pass
-    print("\n".join(shown))
+    print("\n".join(last))
 
 
 def lines(stored: StoredRun, beats: Mapping[int, Beat], now: float | None = None) -> list[str]:
@@ -149,43 +149,43 @@ def lines(stored: StoredRun, beats: Mapping[int, Beat], now: float | None = None
         words = ("is", "takes") if goes_on else ("was", "took")
         head += f"; rank {slowest} {words[0]} the slowest: its own work {words[1]} {ratio:.2f} times that of the others"
     head += f"; {note}" if (note := speed_note(stored.ranks_per_gpu)) else ""
-    shown = _known_columns(beats)
+    columns = _known_columns(beats)
     marks = _marks(beats, slowest, now) if goes_on else {slowest: "slowest"}
     if len(beats) <= _ONE_BY_ONE:
-        return [head, "", table([_header(shown), *(_row(rank, beats, shown, now, marks) for rank in beats)])]
-    rows = [("", *(_COLUMNS[name][0] for name in shown), "heartbeat")]
-    values = {name: percentiles(getattr(beat.gauges, name) for beat in beats.values()) for name in shown}
+        return [head, "", table([_header(columns), *(_row(rank, beats, columns, now, marks) for rank in beats)])]
+    rows = [("", *(_COLUMNS[name][0] for name in columns), "heartbeat")]
+    values = {name: percentiles(getattr(beat.gauges, name) for beat in beats.values()) for name in columns}
     ages = percentiles(now - beat.time for beat in beats.values())
     for at, share in enumerate(PERCENTILES):
         name = {0: "lowest", 50: "median", 100: "highest"}.get(share, f"{share}th percentile")
-        rows.append((name, *(_COLUMNS[each][1](values[each][at]) for each in shown), f"{_age(ages[at])} ago"))
-    last = [_row(rank, beats, shown, now, marks) for rank in slowest_first(beats, _SLOWEST)]
-    return [head, "", table(rows), "", f"the {_SLOWEST} slowest:", table([_header(shown), *last])]
+        rows.append((name, *(_COLUMNS[column][1](values[column][at]) for column in columns), f"{_age(ages[at])} ago"))
+    last = [_row(rank, beats, columns, now, marks) for rank in slowest_first(beats, _SLOWEST)]
+    return [head, "", table(rows), "", f"the {_SLOWEST} slowest:", table([_header(columns), *last])]
 
 
 def _known_columns(beats: Mapping[int, Beat]) -> list[str]:
     return [name for name in _COLUMNS if any(not math.isnan(getattr(b.gauges, name)) for b in beats.values())]
 
 
-def _header(shown: list[str]) -> tuple[str, ...]:
-    return ("rank", "step", *(_COLUMNS[name][0] for name in shown), "heartbeat")
+def _header(columns: list[str]) -> tuple[str, ...]:
+    return ("rank", "step", *(_COLUMNS[name][0] for name in columns), "heartbeat")
 
 
 def _marks(beats: Mapping[int, Beat], slowest: int | None, now: float) -> dict[int | None, str]:
     """Return what is said of single ranks: the slowest one, and those that should have given a heartbeat by now."""
-    found: dict[int | None, str] = {slowest: "slowest"}
+    marks: dict[int | None, str] = {slowest: "slowest"}
     for rank, beat in beats.items():
         usual = beat.gauges.step_seconds
         if now - beat.time > max(_OLD, 10 * (0.0 if math.isnan(usual) else usual)):
-            found[rank] = "slowest, silent" if rank == slowest else "silent"
-    return found
+            marks[rank] = "slowest, silent" if rank == slowest else "silent"
+    return marks
 
 
 def _row(
-    rank: int, beats: Mapping[int, Beat], shown: list[str], now: float, marks: Mapping[int | None, str]
+    rank: int, beats: Mapping[int, Beat], columns: list[str], now: float, marks: Mapping[int | None, str]
 ) -> tuple[str, ...]:
     beat = beats[rank]
-    values = ((name, getattr(beat.gauges, name)) for name in shown)
+    values = ((name, getattr(beat.gauges, name)) for name in columns)
     cells = ("-" if math.isnan(value) else _COLUMNS[name][1](value) for name, value in values)
     shown_rank = f"{rank} {marks.get(rank, '')}".rstrip()  # on the left: a narrow terminal has no room for all columns
     return (shown_rank, f"{beat.step:,}", *cells, f"{_age(now - beat.time)} ago")
@@ -203,9 +203,9 @@ def _document(stored: StoredRun, beats: Mapping[int, Beat]) -> dict[str, Any]:
         "ranks_per_gpu": stored.ranks_per_gpu,
         "slowest": slowest_of(beats),
         "percentiles": {
-            name: dict(zip(map(str, PERCENTILES), found, strict=True))
+            name: dict(zip(map(str, PERCENTILES), quantiles, strict=True))
             for name in names
-            if (found := percentiles(getattr(beat.gauges, name) for beat in beats.values()))
+            if (quantiles := percentiles(getattr(beat.gauges, name) for beat in beats.values()))
         },
         "ranks": [
             {"rank": rank, "step": beat.step, "heartbeat_age": now - beat.time, **beat.gauges.known()}

@@ -16,7 +16,7 @@ from phalanx.cli import command_began
 from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
 from phalanx.cli.json_output import json_at_end, run_summary
 from phalanx.cli.parsers import train_parser
-from phalanx.config import DistributedConfig, Resolved
+from phalanx.config import DistributedConfig, ResolvedConfig
 from phalanx.engine import engine_of
 from phalanx.errors import NonFiniteLossError, PreemptedError, RankFailedError, UsageError
 from phalanx.host.files import scratch_folder
@@ -43,18 +43,18 @@ _HINT = "Write: phalanx train digits, phalanx train --script train.py, or phalan
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    words, own = split_own(arguments)
+    words, script_arguments = split_own(arguments)
     parser = train_parser()
     namespace, unknown = parser.parse_known_args(words)
-    _check_own_arguments(parser, namespace, unknown, words, own)
+    _check_own_arguments(parser, namespace, unknown, words, script_arguments)
     parser.check(namespace, unknown)
     _settle_resume(namespace)
     if namespace.resume and not _names_target(namespace):
         return resume_run(namespace.resume, namespace)
-    named = read_target(namespace, own, "train", _HINT)
+    named = read_target(namespace, script_arguments, "train", _HINT)
     recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe, _resume_settings(namespace, recipe, target))
-    resolved = Resolved(resolved.config.settled, resolved.origins)
+    resolved = ResolvedConfig(resolved.config.settled, resolved.origins)
     config = resolved.config
     if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         return _run_on_hosts(list(arguments), dry=namespace.dry_run)
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def start_run(
     recipe: Recipe | None,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     target: ScriptTarget | ModuleTarget | None,
     *,
     overwrite: bool = False,
@@ -116,8 +116,8 @@ def resume_run(name: str, namespace: argparse.Namespace) -> int:
     shorter = os.path.relpath(stored.path)
     settings = resume_settings(stored if shorter.startswith("..") else StoredRun(Path(shorter)))
     # The settings of the run take the place of a recipe's, so that files, variables and flags win over them.
-    base, given = recipe or Recipe(stored.name, "", {}, {}), stored.record.settings
-    resolved = resolve_flags(namespace, dataclasses.replace(base, settings=given), settings)
+    base, settings_of_run = recipe or Recipe(stored.name, "", {}, {}), stored.record.settings
+    resolved = resolve_flags(namespace, dataclasses.replace(base, settings=settings_of_run), settings)
     return start_run(recipe, resolved, target, as_json=namespace.json)
 
 
@@ -155,18 +155,18 @@ def _run_on_hosts(words: list[str], *, dry: bool) -> int:
     return Ssh(options).run(job, lambda line: print(line, flush=True))
 
 
-def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> None:
+def _check_target(recipe: Recipe | None, resolved: ResolvedConfig, target: ScriptTarget | ModuleTarget | None) -> None:
     if recipe is not None:
-        place = recipe.data.get("root") or recipe.data["name"]
+        source = recipe.data.get("root") or recipe.data["name"]
         if recipe.needs_data and "root" not in recipe.data:
             raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data path/to/them")
-        if (isinstance(place, list) or Path(place).is_absolute()) and resolved.config.launcher == "local":
+        if (isinstance(source, list) or Path(source).is_absolute()) and resolved.config.launcher == "local":
             from phalanx.zoo.data import OF_FOLDERS
             from phalanx.zoo.data.places import find_places, one_folder
 
             # Before the ranks start, which takes seconds.
             name = str(recipe.data["name"])
-            _ = one_folder(place, name) if name in OF_FOLDERS else find_places(place)
+            _ = one_folder(source, name) if name in OF_FOLDERS else find_places(source)
     if target is not None:
         target.check()
         check_script_settings(target, resolved)
@@ -174,7 +174,7 @@ def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarge
 
 def show_plan(
     recipe: Recipe | None,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     target: ScriptTarget | ModuleTarget | None,
     *,
     overwrite: bool = False,
@@ -189,14 +189,18 @@ def show_plan(
         _check_starter(Path(target.path), resolved.config, started)
     if started is not None and _is_node_of(started, resolved.config):
         resolved = _as_node(started, resolved)
-    config, here = resolved.config, count_gpus()
-    wanted = (config.total_ranks or 1) // config.num_nodes if config.device == "cuda" and not config.share_gpus else 0
-    layout = plan_layout(config, max(here, wanted))
+    config, gpus = resolved.config, count_gpus()
+    gpus_needed = (
+        (config.total_ranks or 1) // config.num_nodes if config.device == "cuda" and not config.share_gpus else 0
+    )
+    layout = plan_layout(config, max(gpus, gpus_needed))
     if not overwrite:
         check_run_dir(config, overwrite=False, settled=recipe is not None)
     check_before_start(config.with_trusted(device=layout.device))
     launch_spec(config, layout, target or CallTarget(RUN_JOB), Path("logs"))  # its checks
-    return print_plan(recipe, resolved, layout, target_name(recipe, target), missing=wanted - here, as_json=as_json)
+    return print_plan(
+        recipe, resolved, layout, target_name(recipe, target), missing=gpus_needed - gpus, as_json=as_json
+    )
 
 
 def _names_target(namespace: argparse.Namespace) -> bool:
@@ -235,12 +239,12 @@ def _check_starter(script: Path, config: DistributedConfig, started: RankEnv | N
     """Refuse a script for Horovod on several ranks unless horovodrun starts them."""
     ranks = started.world_size if started is not None else config.total_ranks or 1
     if ranks > 1:
-        own = "phalanx" if config.launcher == "local" else config.launcher
-        check_script_starter(script, own if started is None else started.started_by)
+        launcher = "phalanx" if config.launcher == "local" else config.launcher
+        check_script_starter(script, launcher if started is None else started.started_by)
 
 
 def _check_own_arguments(
-    parser: FlagParser, namespace: argparse.Namespace, unknown: list[str], words: list[str], own: list[str]
+    parser: FlagParser, namespace: argparse.Namespace, unknown: list[str], words: list[str], script_arguments: list[str]
 ) -> None:
     """Refuse arguments of a script before --, and show the correct command line."""
     named = namespace.recipe if namespace.recipe not in recipe_names() else None
@@ -248,28 +252,28 @@ def _check_own_arguments(
         return
     ours, scripts = _part(words, [*unknown, *([named] if named else [])])
     flags = parser.describe_unknown([word for word in unknown if word.startswith("-")])
-    said = flags or [f"unexpected argument{'s' * (len(scripts) > 1)} {shlex.join(scripts)}."]
+    problems = flags or [f"unexpected argument{'s' * (len(scripts) > 1)} {shlex.join(scripts)}."]
     raise UsageError(
-        "\n  ".join([*said, "A script's own arguments go after --:"]),
-        hint=shlex.join(["phalanx", "train", *ours, "--", *scripts, *own]),
+        "\n  ".join([*problems, "A script's own arguments go after --:"]),
+        hint=shlex.join(["phalanx", "train", *ours, "--", *scripts, *script_arguments]),
     )
 
 
 def _part(words: list[str], chosen: list[str]) -> tuple[list[str], list[str]]:
     """Separate the chosen words from the others; both keep their order."""
-    left, rest, taken = list(chosen), [], []
+    remaining, rest, chosen_words = list(chosen), [], []
     for word in words:
-        if word in left:
-            left.remove(word)
-            taken.append(word)
+        if word in remaining:
+            remaining.remove(word)
+            chosen_words.append(word)
         else:
             rest.append(word)
-    return rest, taken
+    return rest, chosen_words
 
 
 def _launch(
     recipe: Recipe | None,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     script: ScriptTarget | ModuleTarget | None,
     layout: JobLayout,
     replace_run: Callable[[], None],
@@ -290,7 +294,7 @@ def _launch(
     summary: dict[str, Any] = {}
     record, advise = _record(resolved, recipe, script, labels), partial(_advise, run_dir, config)
     with (
-        json_at_end(lambda: summary or ({} if before is None else run_summary(run_dir, before)), wanted=as_json),
+        json_at_end(lambda: summary or ({} if before is None else run_summary(run_dir, before)), enabled=as_json),
         recorded_run(run_dir, config, record, of_script=recipe is None, advise=advise, prepare=replace_run) as run,
         scratch_folder("run") as folder,
     ):  # the console of a script shows its output only
@@ -322,19 +326,21 @@ def _advise(run_dir: Path, config: DistributedConfig, error: BaseException, _is_
 def _with_debug(run: StoredRun, *, compiled: bool) -> str:
     """Return the command of a run, with the flag that names the module which first gives a NaN."""
     words = run.record.command if run.record is not None else ["phalanx", "train", "..."]
-    place = words.index("--") if "--" in words else len(words)
-    return shlex.join([*words[:place], "--debug", "nan", *(["--no-compile"] if compiled else []), *words[place:]])
+    end = words.index("--") if "--" in words else len(words)
+    return shlex.join([*words[:end], "--debug", "nan", *(["--no-compile"] if compiled else []), *words[end:]])
 
 
 def _record(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     recipe: Recipe | None,
     target: ScriptTarget | ModuleTarget | None,
     labels: Mapping[str, Any],
 ) -> RunRecord:
     """Describe the run for `run.json`."""
-    given = given_settings(resolved, resolved.config)
-    settings = {name: value for name, value in given.items() if name not in ("run_dir", "resume_from_checkpoint")}
+    settings_given = given_settings(resolved, resolved.config)
+    settings = {
+        name: value for name, value in settings_given.items() if name not in ("run_dir", "resume_from_checkpoint")
+    }
     named: dict[str, Any] = {"recipe": None if recipe is None else dataclasses.asdict(recipe)}
     if target is not None:
         key, value = ("script", str(target.path)) if isinstance(target, ScriptTarget) else ("module", target.name)
@@ -342,31 +348,33 @@ def _record(
     return RunRecord.of_this_process(settings, **named, **labels)
 
 
-def _rank_environment(resolved: Resolved, config: DistributedConfig, run_dir: Path | None = None) -> dict[str, str]:
+def _rank_environment(
+    resolved: ResolvedConfig, config: DistributedConfig, run_dir: Path | None = None
+) -> dict[str, str]:
     """Return the given settings as variables for a trainer inside the script."""
-    given = given_settings(resolved, config)
+    settings_given = given_settings(resolved, config)
     if run_dir is not None:
-        given |= {"run_dir": str(run_dir), "device": config.device}
-    return settings_environment(given)
+        settings_given |= {"run_dir": str(run_dir), "device": config.device}
+    return settings_environment(settings_given)
 
 
 def _is_node_of(started: RankEnv, config: DistributedConfig) -> bool:
     """Whether a scheduler started one process per machine, which starts the ranks of that machine."""
-    one_per_machine = started.started_by in {"srun", "mpirun"} and started.local_world_size == 1
+    one_per_node = started.started_by in {"srun", "mpirun"} and started.local_world_size == 1
     # A rank by itself on each machine needs no launcher, unless one has to replace it.
     starts_others = config.num_nodes < (config.total_ranks or 0) or config.max_restarts or config.min_workers
-    return one_per_machine and started.world_size == config.num_nodes and bool(starts_others)
+    return one_per_node and started.world_size == config.num_nodes and bool(starts_others)
 
 
-def _as_node(started: RankEnv, resolved: Resolved) -> Resolved:
+def _as_node(started: RankEnv, resolved: ResolvedConfig) -> ResolvedConfig:
     """Fill in node_rank and rdzv_endpoint from the scheduler, where flags did not set them."""
     config = resolved.config
     endpoint = config.rdzv_endpoint or f"{started.master_addr}:{started.master_port}"
     node_rank = started.rank if config.node_rank is None else config.node_rank
-    return Resolved(config.with_trusted(node_rank=node_rank, rdzv_endpoint=endpoint), resolved.origins)
+    return ResolvedConfig(config.with_trusted(node_rank=node_rank, rdzv_endpoint=endpoint), resolved.origins)
 
 
-def _run_as_task(join: Callable[[], None], resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
+def _run_as_task(join: Callable[[], None], resolved: ResolvedConfig, target: ScriptTarget | ModuleTarget | None) -> int:
     from phalanx.launch.rank import run_target
 
     assert target is not None, "recipes are torch models, and were refused"
@@ -378,7 +386,7 @@ def _run_as_task(join: Callable[[], None], resolved: Resolved, target: ScriptTar
 
 
 def _run_as_rank(
-    started: RankEnv, recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None
+    started: RankEnv, recipe: Recipe | None, resolved: ResolvedConfig, target: ScriptTarget | ModuleTarget | None
 ) -> int:
     if recipe is None:
         export_rank_env(started)  # a plain torch script reads torchrun's variables only

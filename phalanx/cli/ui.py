@@ -95,12 +95,12 @@ def _opening(address: str) -> Iterator[str]:
         yield page.as_uri()
 
 
-def _save(names: Sequence[str], folder: Path, given: str | None) -> int:
+def _save(names: Sequence[str], folder: Path, output: str | None) -> int:
     from phalanx.tools.ui.page import page_of
 
-    if given is None or not names:
+    if output is None or not names:
         raise UsageError("--save FILE and the runs go together", hint="Write: phalanx ui last --save report.html")
-    path = Path(given)
+    path = Path(output)
     runs = {run.path: run for run in (find_run(name, folder) for name in names)}
     replace_file(path, page_of(list(runs.values())))
     print(path)

@@ -24,7 +24,7 @@ GROUPS = {
         "runs": "list, show, compare, name, tag, follow, stop, scale and remove runs",
         "evaluate": "measure a trained model on data",
         "predict": "write a trained model's outputs for data, or continue a text",
-        "serve": "answer requests for texts over HTTP, in the words of OpenAI's API",
+        "serve": "serve a language model over an OpenAI-compatible HTTP API",
         "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",
         "ckpt": "list, inspect, check, compare, reshard, prune and copy checkpoints, in folders and at URLs",
     },
@@ -33,12 +33,12 @@ GROUPS = {
         "jobs": "list, show, follow and end submitted jobs",
     },
     "choose, prove and learn": {
-        "plan": "say which layout fits a model on a cluster, how fast it is, what it costs, and why",
+        "plan": "recommend a parallel layout, with predicted speed, memory and cost",
         "strategies": "list how ranks can share the work, and when to use each way",
         "verify": "prove that a layout gives the result of one process, or that a run survives faults",
         "doctor": "check GPUs, network, memory, limits and versions of machines, and print a fix for each finding",
         "bench": "measure collectives, links and this machine",
-        "learn": "build distributed training yourself: templates, graders on real ranks, hints, algorithms played",
+        "learn": "build distributed training yourself: graded exercises on real ranks, hints, animations",
     },
 }
 VERBS = {verb: text for group in GROUPS.values() for verb, text in group.items()}

@@ -30,21 +30,23 @@ _OF_FAULTS = ("model", "changes", "module", "no_compare", "own_objects", "no_che
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    words, own = split_own(arguments)
+    words, script_arguments = split_own(arguments)
     namespace = verify_parser().parse_all(words)
     is_drawn = namespace.faults is not None and namespace.faults is not True  # True: without a number
     if is_drawn or namespace.fault or namespace.fault_plan or namespace.kinds:
         _refuse(namespace, _OF_PROOFS, "is a proof of its own, without faults that are named or drawn")
-        return run_under_faults(namespace, words, own)
+        return run_under_faults(namespace, words, script_arguments)
     _refuse(namespace, _OF_FAULTS, "is for a run under faults, such as --faults 10")
-    if own:
-        raise UsageError(f"a script's own arguments are for a run under faults; got: {shlex.join(own)}", hint=_HINT)
+    if script_arguments:
+        raise UsageError(
+            f"a script's own arguments are for a run under faults; got: {shlex.join(script_arguments)}", hint=_HINT
+        )
     return _prove(namespace)
 
 
 def _refuse(namespace: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    if given := [name for name in names if getattr(namespace, name)]:
-        flag = "set" if given[0] == "changes" else given[0].replace("_", "-")
+    if flags := [name for name in names if getattr(namespace, name)]:
+        flag = "set" if flags[0] == "changes" else flags[0].replace("_", "-")
         raise UsageError(f"--{flag} {why}", hint="See phalanx verify --help")
 
 
@@ -57,8 +59,8 @@ def _prove(namespace: argparse.Namespace) -> int:
     prestart()
     from phalanx.tools.verify.proofs import prove
 
-    asked = {name: getattr(namespace, name) for name in _OF_PROOFS}
-    return _shown(lambda: prove(subject, resolved.config, faults=faults, **asked), as_json=namespace.json)
+    options = {name: getattr(namespace, name) for name in _OF_PROOFS}
+    return _shown(lambda: prove(subject, resolved.config, faults=faults, **options), as_json=namespace.json)
 
 
 def _prove_case(namespace: argparse.Namespace) -> int:
@@ -86,13 +88,13 @@ def _shown(prove: Callable[[], Verdict], *, as_json: bool) -> int:
 
 def _defaults(subject: Subject, usual: Mapping[str, int]) -> Recipe:
     """Return the settings of a recipe, or the usual ones of a proof for other subjects, with few steps."""
-    known = load_recipe(subject.name).settings if isinstance(subject, RecipeSubject) else {}
-    return Recipe(subject.name, "", {}, {}, {**usual, **known, "max_steps": usual["max_steps"]})
+    of_recipe = load_recipe(subject.name).settings if isinstance(subject, RecipeSubject) else {}
+    return Recipe(subject.name, "", {}, {}, {**usual, **of_recipe, "max_steps": usual["max_steps"]})
 
 
-def run_under_faults(namespace: argparse.Namespace, words: Sequence[str], own: Sequence[str]) -> int:
-    """Train under faults, and report what became of them; `own`: the script's own arguments."""
-    target = read_target(namespace, own, "train", _HINT)
+def run_under_faults(namespace: argparse.Namespace, words: Sequence[str], script_arguments: Sequence[str]) -> int:
+    """Train under faults, and report what became of them; `script_arguments`: the script's own arguments."""
+    target = read_target(namespace, script_arguments, "train", _HINT)
     recipe = target if isinstance(target, Recipe) else None
     config = resolve_flags(namespace, recipe).config
     faults = _faults(namespace, config)
@@ -104,7 +106,11 @@ def run_under_faults(namespace: argparse.Namespace, words: Sequence[str], own: S
     from phalanx.tools.verify.faults import train_under_faults
 
     checkpoints = not namespace.no_checkpoints
-    train = [*_train_words(words), *_added(config, faults, checkpoints), *(["--", *own] if own else [])]
+    train = [
+        *_train_words(words),
+        *_added(config, faults, checkpoints),
+        *(["--", *script_arguments] if script_arguments else []),
+    ]
     report = train_under_faults(
         train,
         faults,
@@ -171,10 +177,10 @@ def _check(namespace: argparse.Namespace, config: DistributedConfig, faults: Seq
 
 def _train_words(words: Sequence[str]) -> list[str]:
     """Return the words for `phalanx train`: all but the flags of this verb, and how many hosts there are."""
-    own = FlagParser(prog="phalanx verify")
-    add_fault_flags(own)
-    own.add_argument("--num-nodes")
-    return own.parse_known_args(list(words))[1]
+    verify_parser = FlagParser(prog="phalanx verify")
+    add_fault_flags(verify_parser)
+    verify_parser.add_argument("--num-nodes")
+    return verify_parser.parse_known_args(list(words))[1]
 
 
 def _added(config: DistributedConfig, faults: Sequence[Fault], checkpoints: bool) -> list[str]:

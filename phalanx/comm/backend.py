@@ -60,18 +60,18 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         if self._undecided:  # at the first collective: a group that only sends and receives needs no pages
             self._undecided = False
 
-            def all_gather(gathered: list[torch.Tensor], own: torch.Tensor) -> None:
-                self._gloo.allgather([gathered], [own], AllgatherOptions()).wait()
+            def all_gather(gathered: list[torch.Tensor], tensor: torch.Tensor) -> None:
+                self._gloo.allgather([gathered], [tensor], AllgatherOptions()).wait()
 
             gather_text = text_gatherer(all_gather, self.size())
             self._shared = share_memory(gather_text, self.rank(), self.size(), timeout=self._timeout.total_seconds())
         return self._shared
 
-    def _by_gloo(self, what: str) -> Any:
+    def _by_gloo(self, call: str) -> Any:
         """Return gloo for a collective, after checking in shared memory that all ranks call the same one."""
         shared = self._memory()
         if shared is not None:
-            shared.announce(f"{what} (by gloo)")
+            shared.announce(f"{call} (by gloo)")
         return self._gloo
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None) -> Any:
@@ -167,8 +167,8 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Combine a tensor over the ranks, for one of them."""
         opts = opts or dist.ReduceOptions()
-        what = f"reduce {_OPERATIONS.get(_kind(opts))} to {opts.rootRank} of {_described(tensors[0])}"
-        return self._by_gloo(what).reduce(tensors, opts)
+        call = f"reduce {_OPERATIONS.get(_kind(opts))} to {opts.rootRank} of {_described(tensors[0])}"
+        return self._by_gloo(call).reduce(tensors, opts)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         """Collect the ranks' tensors on one of them."""

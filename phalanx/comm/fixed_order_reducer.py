@@ -45,12 +45,12 @@ class FixedOrderReducer(GradientReducer):
         self._accumulator = TreeAccumulator(self._accumulator.count)
 
     def _take(self, number: int) -> None:
-        self._here[number] = True
+        self._arrived[number] = True
 
     def _finish_pass(self) -> None:
         if not self._allow_unused:
             self._check_use()
-        self._used = [used or here for used, here in zip(self._used, self._here, strict=True)]
+        self._used = [used or arrived for used, arrived in zip(self._used, self._arrived, strict=True)]
         self._accumulator.feed([self._taken(parameter) for parameter in self._parameters])
         if not self.sync:
             return
@@ -59,7 +59,7 @@ class FixedOrderReducer(GradientReducer):
         for index in range(len(self._buckets)):
             self._send(index)
         self.comm_thread.drain()
-        self._here, self._used = self._used, [False] * len(self._used)
+        self._arrived, self._used = self._used, [False] * len(self._used)
         if self._allow_unused:
             self._mark_unused()
 

@@ -125,9 +125,9 @@ def is_nested() -> bool:
     return False
 
 
-def _reentrant(what: str) -> ModelError:
+def _reentrant(problem: str) -> ModelError:
     return ModelError(
-        f"a backward pass within the backward of an autograd function, as reentrant checkpointing runs it, {what}",
+        f"a backward pass within the backward of an autograd function, as reentrant checkpointing runs it, {problem}",
         hint=_NOT_REENTRANT,
     )
 
@@ -201,17 +201,17 @@ class GradientReducer(BackwardHooks):
         self._pass = None
         self._missing = [len(members) for members in self._members]
         self._next = 0
-        self._here = [False] * len(self._parameters)
+        self._arrived = [False] * len(self._parameters)
 
     def _take(self, number: int) -> None:
         index = self._bucket_of[number]
-        if self._here[number]:
+        if self._arrived[number]:
             if index < self._next:
                 raise self._second_gradient(number)
             return
         if self._arrivals is not None:
             self._arrivals.append(number)
-        self._here[number] = True
+        self._arrived[number] = True
         self._missing[index] -= 1
         # Every rank sends its buckets in the same order, not in the order in which they become full.
         while self._next < len(self._missing) - 1 and self._missing[self._next] == 0:
@@ -267,7 +267,7 @@ class GradientReducer(BackwardHooks):
 
     def _finish_pass(self) -> None:
         # A parameter that only an earlier micro-batch of this step used has a gradient too.
-        self._here = [parameter.grad is not None for parameter in self._parameters]
+        self._arrived = [parameter.grad is not None for parameter in self._parameters]
         self._check_use()
         for index in range(self._next, len(self._buckets) - 1):
             self._send(index)
@@ -281,17 +281,17 @@ class GradientReducer(BackwardHooks):
 
     def _check_use(self) -> None:
         needs_gradient = [parameter.requires_grad for parameter in self._parameters]
-        unused = [number for number, here in enumerate(self._here) if needs_gradient[number] and not here]
+        unused = [number for number, arrived in enumerate(self._arrived) if needs_gradient[number] and not arrived]
         if unused and not self._allow_unused:
             raise self._unused(unused, f"on rank {self._exchange.rank}, in backward pass {self._passes}")
 
     def _mark_unused(self) -> None:
         """Give parameters that another rank used the average, and those that no rank used no gradient."""
-        used = torch.tensor(self._here, dtype=torch.uint8, device=self._memory.device)
+        used = torch.tensor(self._arrived, dtype=torch.uint8, device=self._memory.device)
         self._exchange.all_reduce(used, "max")
         anywhere = used.tolist()
         for number, parameter in enumerate(self._parameters):
-            if not self._here[number] and number in self._bucket_of:
+            if not self._arrived[number] and number in self._bucket_of:
                 index = self._bucket_of[number]
                 part = self._buckets[index].parts[self._members[index].index(number)]
                 parameter.grad = part if anywhere[number] else None
@@ -300,8 +300,8 @@ class GradientReducer(BackwardHooks):
         """After the first pass, lay the buckets out in the order in which rank 0's gradients arrived."""
         arrived = set(arrivals)
         missing = [number for number in self._order if number not in arrived]
-        seen = torch.tensor([*arrivals, *missing], device=self._memory.device)
-        order = self._exchange.all_gather(seen)[0].tolist()
+        numbers = torch.tensor([*arrivals, *missing], device=self._memory.device)
+        order = self._exchange.all_gather(numbers)[0].tolist()
         self._arrivals = None
         if order != self._order:
             self._every = [*order, *(number for number in self._every if number not in order)]

@@ -44,15 +44,16 @@ def find_reduction(op: str, dtype: torch.dtype) -> Reduction:
     """Return the operation of a name; UsageError where the dtype does not have it."""
     if op not in OPS:
         raise UsageError(unknown_name("reduction", op, OPS))
-    shown = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise UsageError(
-            f"the mean of {shown} numbers is not a {shown} number", hint="Convert to float32 first, or use op='sum'."
+            f"the mean of {dtype_name} numbers is not a {dtype_name} number",
+            hint="Convert to float32 first, or use op='sum'.",
         )
     if op in ("min", "max") and dtype.is_complex:
-        raise UsageError(f"{shown} numbers have no order, so no {op}", hint="Reduce their abs() or real part.")
+        raise UsageError(f"{op} is not defined for {dtype_name}", hint="Reduce their abs() or real part.")
     if op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(f"{shown} numbers have no bits to combine by {op}", hint="Use whole numbers or booleans.")
+        raise UsageError(f"{op} is not defined for {dtype_name}", hint="Use whole numbers or booleans.")
     return OPS[op]
 
 

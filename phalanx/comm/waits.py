@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from phalanx.torch_records import around_waits
+from phalanx.torch_compat import around_waits
 
 _EVERY_SECONDS = 2.0
 _FIRST_STEPS = 3

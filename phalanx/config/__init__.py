@@ -15,18 +15,18 @@ from phalanx.config.settings import FIELDS, GROUPS
 from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from phalanx.config.sources import Resolved, read_settings, resolve
+    from phalanx.config.sources import ResolvedConfig, read_settings, resolve
 
 __all__ = [
     "BACKENDS",
     "FIELDS",
     "GROUPS",
     "DistributedConfig",
-    "Resolved",
+    "ResolvedConfig",
     "parse_text",
     "read_settings",
     "resolve",
     "write_toml",
 ]
 
-__getattr__ = lazy_names(__name__, {".sources": "Resolved read_settings resolve"})
+__getattr__ = lazy_names(__name__, {".sources": "ResolvedConfig read_settings resolve"})

@@ -46,12 +46,12 @@ _MEANINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
 """The settings that a value of an alias means; of two aliases of one setting the later row wins."""
 
 
-def rename(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def rename(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return settings without aliases, and (name, message) for each alias that is wrong, which is left out."""
-    values = {name: value for name, value in given.items() if name not in _MEANINGS}
+    values = {name: value for name, value in settings.items() if name not in _MEANINGS}
     mistakes = []
     for name, meaning in _MEANINGS.items():
-        value = plain(given.get(name))
+        value = plain(settings.get(name))
         if wrong := problem(ALIASES[name], value) if value is not None else None:
             mistakes.append((name, wrong))
         elif value is not None:  # None: not given

@@ -24,8 +24,8 @@ def missing_engine(values: Mapping[str, Any]) -> tuple[str, str] | None:
     if row is not None and row.package is not None and importlib.util.find_spec(row.package.module) is None:
         named = f"backend = {values['backend']!r} needs {row.package.title}"
         return f"{named}, which is not installed", row.package.install
-    found = [engine.missing(values) for engine in engine_rules(values) if hasattr(engine, "missing")]
-    return next(filter(None, found), None)
+    missing = [engine.missing(values) for engine in engine_rules(values) if hasattr(engine, "missing")]
+    return next(filter(None, missing), None)
 
 
 @rule("backend", "strategy")
@@ -50,7 +50,7 @@ def _users(name: str) -> tuple[str, ...]:
 
 @rule("backend", "strategy", "node_rank", *RANKS)
 def host_slots(settings: Settings) -> Mistakes:
-    """Check the list of machines, and that it has room for the ranks."""
+    """Check the list of nodes, and that it has room for the ranks."""
     if settings.hosts is None or settings.backend not in _users("hosts"):
         return
     try:
@@ -61,23 +61,23 @@ def host_slots(settings: Settings) -> Mistakes:
     slots, ranks = sum(host.slots for host in hosts), settings.total_ranks
     if ranks is not None and ranks > slots:
         yield settings.mistake("hosts", f" has {slots} slots, but {ranks} ranks were asked for.")
-    if not BACKENDS[settings.backend].resizes:  # else the engine starts the ranks of all machines
+    if not BACKENDS[settings.backend].resizes:  # else the engine starts the ranks of all nodes
         yield from _ssh_hosts(settings, hosts)
 
 
 def _ssh_hosts(settings: Settings, hosts: tuple[Host, ...]) -> Mistakes:
-    """Check what one launcher per machine requires: ranks for each, and a list that alone numbers the machines."""
+    """Check what one launcher per node requires: ranks for each, and a list that alone numbers the nodes."""
     total, are_equal = settings.total_ranks, len({host.slots for host in hosts}) == 1
     if are_equal and (total or len(hosts)) % len(hosts):
-        yield settings.mistake("hosts", f": {total} ranks cannot be spread evenly over {len(hosts)} machines.")
+        yield settings.mistake("hosts", f": {total} ranks cannot be spread evenly over {len(hosts)} nodes.")
     if not are_equal and total != sum(host.slots for host in hosts):
-        text = f": {total} ranks do not fill machines with different slots: change the slots, or leave the number out."
+        text = f": {total} ranks do not fill nodes with different slots: change the slots, or leave the number out."
         yield settings.mistake("hosts", text)
     if not are_equal and settings.resolved_sharding.startswith("hybrid") and settings.shard_size is None:
-        yield settings.mistake("hosts", " has machines with different slots, so hybrid sharding needs shard_size.")
-    # A launcher that was started for one of the machines knows its number and where the others are.
-    own = () if settings.rdzv_endpoint else (("node_rank", None),)
-    for name, says in (("num_nodes", 1), *own):
+        yield settings.mistake("hosts", " has nodes with different slots, so hybrid sharding needs shard_size.")
+    # A launcher that was started for one of the nodes knows its number and where the others are.
+    rank_rule = () if settings.rdzv_endpoint else (("node_rank", None),)
+    for name, says in (("num_nodes", 1), *rank_rule):
         if getattr(settings, name) not in (says, len(hosts) if name == "num_nodes" else says):
             yield settings.mistake(name, f" with hosts = {settings.hosts!r}, which says it: leave {name} out.")
 

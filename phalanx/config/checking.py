@@ -24,13 +24,15 @@ needs."""
 _OF_TRAINERS = ("loss_fn", "scheduler", "training_step", "metrics", "callbacks", "augment", "hooks")
 
 
-def check(given: Mapping[str, Any], wrong_before: Iterable[str] = ()) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def check(
+    settings_given: Mapping[str, Any], wrong_before: Iterable[str] = ()
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the values of all settings, and (name, message) for every mistake in what was given.
 
     `wrong_before`: names with a mistake that was found in one source.
     """
-    add_engine(given.get("backend"))
-    values, mistakes = translate(given)
+    add_engine(settings_given.get("backend"))
+    values, mistakes = translate(settings_given)
     mistakes += [(name, unknown_field(name)) for name in values if name not in FIELDS]
     for name, (least, most) in ranges(values).items():  # translated, had they not contradicted min_workers
         other = f"min_workers = {values['min_workers']}"
@@ -47,18 +49,18 @@ def check(given: Mapping[str, Any], wrong_before: Iterable[str] = ()) -> tuple[d
     settings = Settings(**complete)
     of_engines = (rule for engine in engines for rule in engine.RULES)
     for rule in (*of_engines, *_RULES):
-        known = {*wrong_before, *(name for name, _ in mistakes + wrong)}
-        if not rule.needs & known:
-            wrong += [(name, text) for name, text in rule.check(settings) if name not in known]
+        mistaken = {*wrong_before, *(name for name, _ in mistakes + wrong)}
+        if not rule.needs & mistaken:
+            wrong += [(name, text) for name, text in rule.check(settings) if name not in mistaken]
     return complete, mistakes + wrong
 
 
-def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def translate(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the settings with aliases, pairs of workers (least, most), torch's names of sharding and lists translated.
 
     With them: (alias, message) for each alias with a wrong value.
     """
-    values, mistakes = rename(given)
+    values, mistakes = rename(settings)
     values, of_counts = count_ranks(values, ranges(values))
     return _translate_values(values), mistakes + of_counts
 
@@ -69,8 +71,8 @@ def _translate_values(values: dict[str, Any]) -> dict[str, Any]:
             values |= {"min_workers": least, name: most}
     if isinstance(words := values.get("profile"), (tuple, list)) and all(isinstance(word, str) for word in words):
         values["profile"] = " ".join(words)
-    given = values.get("sharding")
-    name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
+    sharding = values.get("sharding")
+    name = str(getattr(sharding, "name", sharding)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
     strategy = values.get("strategy", "auto")
     if name == "NO_SHARD" and (strategy == "auto" or facts_of(str(strategy)).axes):
         return {**values, "strategy": DEFAULT_STRATEGY, "sharding": "auto"}
@@ -81,6 +83,6 @@ def unknown_field(name: str) -> str:
     """Return the message about an unknown setting, with the name that was meant."""
     close = like(name.replace("-", "_"), NAMES)
     guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
-    if own := nearest(name, _OF_TRAINERS, 0.8):
-        guess = f" '{own}' is an argument of the trainer itself: Trainer(model, {own}=...)."
+    if argument := nearest(name, _OF_TRAINERS, 0.8):
+        guess = f" '{argument}' is an argument of the trainer itself: Trainer(model, {argument}=...)."
     return f"unknown setting '{name}'.{guess}"

@@ -38,8 +38,8 @@ class DistributedConfig(Settings):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise for an unknown attribute; Python calls it for these alone."""
-            what = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(f"{what}: `phalanx config show` lists all settings", name=name, obj=self)
+            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{problem}: `phalanx config show` lists all settings", name=name, obj=self)
 
     @classmethod
     def trusted(cls, values: Mapping[str, Any]) -> DistributedConfig:
@@ -60,27 +60,29 @@ class DistributedConfig(Settings):
             return {}  # only the rules of engines name such settings
         from phalanx.config.rules import engine_rules
 
-        found = [rules.unused(self) for rules in engine_rules({"backend": self.backend}) if hasattr(rules, "unused")]
-        return dict(pair for pairs in found for pair in pairs)
+        pairs_of_engines = [
+            rules.unused(self) for rules in engine_rules({"backend": self.backend}) if hasattr(rules, "unused")
+        ]
+        return dict(pair for pairs in pairs_of_engines for pair in pairs)
 
     @property
     def unused_note(self) -> str:
         """The warning about settings that the backend ignores; empty where every setting is used."""
         unused = self.unused
-        given = ", ".join(f"{name} = {getattr(self, name)!r}" for name in unused)
+        values = ", ".join(f"{name} = {getattr(self, name)!r}" for name in unused)
         if not unused:
             return ""
         from phalanx.config.rules import engine_rules
 
         engines = [rules for rules in engine_rules({"backend": self.backend}) if hasattr(rules, "instead")]
         instead = "".join(rules.instead(self, unused) for rules in engines)
-        return f"not used by backend = {self.backend!r}: {given}.{instead}"
+        return f"not used by backend = {self.backend!r}: {values}.{instead}"
 
-    def refuse_unused(self, given: Mapping[str, Any]) -> None:
+    def refuse_unused(self, settings: Mapping[str, Any]) -> None:
         """Raise for settings given to this backend that it would ignore."""
         from phalanx.config.aliases import rename
 
-        named = rename(given)[0]
+        named = rename(settings)[0]
         refused = [text for name, text in self.unused.items() if name in named]
         if refused:
             raise ConfigError(refused)

@@ -41,9 +41,6 @@ LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
 IGNORED_LABEL = -100
 """Label index that the loss ignores, in torch's cross entropy and in Hugging Face models."""
 
-T5_PAD, T5_END = 0, 1
-"""Tokens of every T5: padding, which also begins each answer, and the end of a text."""
-
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Resources:
@@ -57,10 +54,10 @@ class Resources:
         scope="machine",
         used_by="command",
     )
-    num_nodes: int = option(1, "machines in the job", minimum=1, scope="machine", used_by="command")
+    num_nodes: int = option(1, "nodes in the job", minimum=1, scope="machine", used_by="command")
     node_rank: int | None = option(
         None,
-        "which machine this is, from 0 (with num_nodes > 1)",
+        "which node this is, from 0 (with num_nodes > 1)",
         minimum=0,
         scope="machine",
         used_by="command",
@@ -77,7 +74,7 @@ class Resources:
     )
     share_gpus: bool = option(
         False,
-        "let several ranks run on each GPU over nccl, to debug a job for more GPUs: its speed says nothing",
+        "run several NCCL ranks per GPU to debug a multi-GPU job (timings are not meaningful)",
         backends=("pytorch-ddp", "pytorch-fsdp"),
         scope="machine",
         used_by="command ranks",
@@ -91,8 +88,8 @@ class Resources:
     )
     hosts: str | None = option(
         None,
-        "machines and their slots, node1:8,node2:8, or a file of lines 'node1 slots=8' (./hosts): one launcher on each "
-        "over ssh (default: this machine)",
+        "nodes and their slots, node1:8,node2:8, or a file of lines 'node1 slots=8' (./hosts): one launcher on each "
+        "over ssh (default: this one alone)",
         backends=("pytorch-ddp", "pytorch-fsdp"),
         scope="machine",
         used_by="command",
@@ -175,7 +172,7 @@ class Parallelism:
     )
     shard_size: int | None = option(
         None,
-        "fsdp, hybrid: ranks that together hold one copy (default: those of one machine)",
+        "fsdp, hybrid: ranks that together hold one copy (default: those of one node)",
         minimum=1,
         scope="layout split",
     )

@@ -21,7 +21,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 def mode_settings(name: str, on: bool) -> dict[str, Any]:
     """Return the settings of a mode; turned off, in a later source than the one that has turned it on, the defaults."""
-    return MODES[name] if on else {each: FIELDS[each].default for each in MODES[name]}
+    return MODES[name] if on else {setting: FIELDS[setting].default for setting in MODES[name]}
 
 
 def without_compile(values: Mapping[str, Any], mode: str) -> dict[str, Any]:

@@ -21,8 +21,8 @@ def table() -> dict[str, Any]:
 
 def meant(word: str, rows: Mapping[str, str], allowed: Collection[str] | None = None) -> str | None:
     """Return the first row that has a word among its words; `allowed`: what may stand before its "="."""
-    found = (ours for ours, words in rows.items() if word in words.split())
-    return next((ours for ours in found if allowed is None or ours.partition("=")[0] in allowed), None)
+    names = (ours for ours, words in rows.items() if word in words.split())
+    return next((ours for ours in names if allowed is None or ours.partition("=")[0] in allowed), None)
 
 
 def like(name: str, allowed: Collection[str]) -> str | None:
@@ -37,9 +37,9 @@ def is_known_elsewhere(name: str) -> bool:
 
 def like_flag(name: str, flags: Collection[str]) -> str | None:
     """Return the flag, as it is written, that a word without its dashes means or is closest to."""
-    found = like(name, {*flags, *(flag.replace("-", "_") for flag in flags)})
-    name, _, value = (found or "").partition("=")
-    return " ".join(["--" + name.replace("_", "-"), *([shlex.quote(value)] if value else [])]) if found else None
+    nearest = like(name, {*flags, *(flag.replace("-", "_") for flag in flags)})
+    name, _, value = (nearest or "").partition("=")
+    return " ".join(["--" + name.replace("_", "-"), *([shlex.quote(value)] if value else [])]) if nearest else None
 
 
 def like_value(setting: str, value: str, allowed: Collection[str]) -> str | None:
@@ -57,11 +57,11 @@ def like_verb(word: str) -> str | None:
     return meant(word, table()["verbs"])
 
 
-def unknown_value(setting: str, what: str, value: str, allowed: Collection[str]) -> str:
+def unknown_value(setting: str, kind: str, value: str, allowed: Collection[str]) -> str:
     """Return the message for an unknown value of a setting: the one that was meant, and all that are allowed."""
     close = like_value(setting, value, allowed)
     guess = f" Did you mean '{close}'?" if close else ""
-    return f"unknown {what} '{value}'.{guess} Allowed: {', '.join(sorted(allowed))}."
+    return f"unknown {kind} '{value}'.{guess} Allowed: {', '.join(sorted(allowed))}."
 
 
 def _plain(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import os
@@ -62,7 +63,7 @@ def option(
 
     `entry_points`: a group of installed packages' entry points whose names are choices too. `scope`: any of "layout"
     (chooses how ranks share a model), "split" (has no meaning for one process), "machine" (may differ between the
-    machines of a run), "place" (a name or a path). `backends`, `strategies`: the only ones that use it; empty: all.
+    nodes of a run), "place" (a name or a path). `backends`, `strategies`: the only ones that use it; empty: all.
     `needs`: the setting without which it has no effect. `expects`: what to write, where a text has a form of its own.
 
     `used_by`: any of "command" (`phalanx train` or the launcher, for scripts too), "recovery" (the launcher, for ranks
@@ -80,8 +81,6 @@ def limited(**limits: Limits) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare what a function's arguments may be, as `option` does of a setting; a wrong one raises UsageError."""
 
     def declare(function: Callable[P, R]) -> Callable[P, R]:
-        import inspect  # the command line does not need it
-
         signature = inspect.signature(function)
         fields = {name: option(signature.parameters[name].default, "", **allowed) for name, allowed in limits.items()}
         for name, field in fields.items():
@@ -89,10 +88,10 @@ def limited(**limits: Limits) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = signature.bind_partial(*args, **kwargs).arguments
-            wrong = [problem(fields[name], plain(value)) for name, value in given.items() if name in fields]
-            if found := [text.rstrip(".") for text in wrong if text]:
-                raise UsageError("\n  ".join(found))
+            arguments = signature.bind_partial(*args, **kwargs).arguments
+            wrong = [problem(fields[name], plain(value)) for name, value in arguments.items() if name in fields]
+            if problems := [text.rstrip(".") for text in wrong if text]:
+                raise UsageError("\n  ".join(problems))
             return function(*args, **kwargs)
 
         return checked
@@ -135,16 +134,16 @@ def parse_text(field: dataclasses.Field[Any], text: str) -> Any:
     return text
 
 
-def parse_frequency(given: float | str, expects: str, *, shares: bool = False) -> tuple[int, str]:
+def parse_frequency(value: float | str, expects: str, *, shares: bool = False) -> tuple[int, str]:
     """Read a number of epochs or '500 steps'; with `shares` also 0.25 or '25%' of an epoch, as (4, "times").
 
     ValueError says what to write.
     """
-    if shares and isinstance(given, str) and (share := _SHARE.match(given)):
-        given = float(share[1]) / (100 if share[2] else 1)
-    if shares and isinstance(given, float) and 0 < given <= 1:
-        return round(1 / given), "times"
-    match = _FREQUENCY.match(str(given))
+    if shares and isinstance(value, str) and (share := _SHARE.match(value)):
+        value = float(share[1]) / (100 if share[2] else 1)
+    if shares and isinstance(value, float) and 0 < value <= 1:
+        return round(1 / value), "times"
+    match = _FREQUENCY.match(str(value))
     if match is None or int(match[1]) == 0:
         raise ValueError(f"expected {expects}.")
     return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
@@ -157,11 +156,13 @@ def read_hosts(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     words = [line.partition("#")[0].split() for line in lines]
-    if wrong := [" ".join(each) for each in words if len(each) > 2 or (each[1:] and not each[1].startswith("slots="))]:
-        raise ValueError(f"{path}: {wrong[0]!r} is not a machine and its slots: write node1 slots=8.")
+    if wrong := [
+        " ".join(parts) for parts in words if len(parts) > 2 or (parts[1:] and not parts[1].startswith("slots="))
+    ]:
+        raise ValueError(f"{path}: {wrong[0]!r} is not a host and its slots: write node1 slots=8.")
     if not any(words):
-        raise ValueError(f"{path} names no machine: write a line for each, node1 slots=8.")
-    return [":".join([each[0], *(word.removeprefix("slots=") for word in each[1:])]) for each in words if each]
+        raise ValueError(f"{path} names no host: write a line for each, node1 slots=8.")
+    return [":".join([parts[0], *(word.removeprefix("slots=") for word in parts[1:])]) for parts in words if parts]
 
 
 def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
@@ -207,8 +208,8 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
 def problems_of(values: Any) -> list[str]:
     """Return what is wrong with the values of a data class whose fields are declared by `option`."""
     declared = [field for field in dataclasses.fields(values) if "choices" in field.metadata]
-    found = (problem(field, plain(getattr(values, field.name))) for field in declared)
-    return [text.rstrip(".") for text in found if text]
+    problems = (problem(field, plain(getattr(values, field.name))) for field in declared)
+    return [text.rstrip(".") for text in problems if text]
 
 
 def plain(value: Any) -> Any:
@@ -225,18 +226,18 @@ def url_problem(name: str, value: Any) -> str | None:
     return f"{name} = {value!r}: {_NO_URLS}" if isinstance(value, str) and _URL.match(value) else None
 
 
-def local_path(given: str | Path) -> Path:
+def local_path(path: str | Path) -> Path:
     """Return the path that a user gave; raise for a URL."""
-    wrong = url_problem("path", given)
+    wrong = url_problem("path", path)
     if wrong is not None:
         raise UsageError(wrong)
-    return Path(given)
+    return Path(path)
 
 
-def check_folder(given: str, path: Path) -> None:
-    """Refuse to write a file in a folder that does not exist; `given`: the call or flag that names it."""
+def check_folder(argument: str, path: Path) -> None:
+    """Refuse to write a file in a folder that does not exist; `argument`: the call or flag that names it."""
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{given}: there is no folder {path.parent}", hint=f"Make it: mkdir -p {path.parent}")
+        raise UsageError(f"{argument}: there is no folder {path.parent}", hint=f"Make it: mkdir -p {path.parent}")
 
 
 def _is_a(value: Any, kind: str) -> bool:

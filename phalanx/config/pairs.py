@@ -33,7 +33,7 @@ class Pair(NamedTuple):
         """Yield the mistake where the row applies."""
         if not settings.changed(self.refuse):  # most are not, and a search of plans asks thousands of times
             return
-        if all(_holds(settings, path, wanted) for path, wanted in self.when.items()):
+        if all(_holds(settings, path, value) for path, value in self.when.items()):
             text = self.because + (f": {self.write}" if self.write else "")
             yield settings.mistake(self.refuse, f"{text.format(s=settings)}.")
 
@@ -83,13 +83,13 @@ def _read_by(path: str) -> Iterable[str]:
     return _FOLLOWS_FROM.get(first := path.partition(".")[0], (first,))
 
 
-def _holds(settings: Settings, path: str, wanted: Any) -> bool:
-    if wanted in (on, off) and path in FIELDS:
-        return bool(settings.changed(path)) == (wanted is on)
+def _holds(settings: Settings, path: str, condition: Any) -> bool:
+    if condition in (on, off) and path in FIELDS:
+        return bool(settings.changed(path)) == (condition is on)
     value: Any = settings
     for name in path.split("."):
         value = getattr(value, name, None)
-    return bool(wanted(value)) if callable(wanted) else bool(value == wanted)
+    return bool(condition(value)) if callable(condition) else bool(value == condition)
 
 
 def _is_uneven(value: Any) -> bool:
@@ -309,7 +309,7 @@ PAIRS = (
         "share_gpus",
         {"device": "cpu"},
         " with device = 'cpu'",
-        "leave it out, --num-workers N --device cpu is enough",
+        "leave share_gpus out: --device cpu is enough for any number of ranks",
     ),
     Pair(
         "share_gpus",
@@ -383,7 +383,7 @@ PAIRS = (
     Pair(
         "spares",
         {"num_nodes": above(1)},
-        " with num_nodes = {s.num_nodes}: they wait on one machine only",
+        " with num_nodes = {s.num_nodes}: they wait on one node only",
     ),
     Pair(
         "memory_frequency",

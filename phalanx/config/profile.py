@@ -35,23 +35,23 @@ def is_profile_word(text: str) -> bool:
     return is_meant or text in ("true", "false") or bool(re.match(r"[a-z_]+=|[^ ]+ ", text))
 
 
-def parse_profile(given: bool | str) -> Profiling | None:
+def parse_profile(setting: bool | str) -> Profiling | None:
     """Read the words of `profile`; None where it is off. ValueError says what to write."""
-    if given is False:
+    if setting is False:
         return None
-    found: dict[str, str] = {}
-    for word in [] if given is True else str(given).split():
+    parts: dict[str, str] = {}
+    for word in [] if setting is True else str(setting).split():
         name, equals, value = word.partition("=")
         if name not in _WORDS or bool(equals) == (name in _FLAGS):
             raise ValueError(_unknown(word, name))
-        if name in found:
+        if name in parts:
             raise ValueError(f"{name} is given twice: leave one of them out.")
-        found[name] = value
-    if found.keys() == {"nvtx"}:
+        parts[name] = value
+    if parts.keys() == {"nvtx"}:
         return Profiling(0, 0, nvtx=True)
-    first, last = _steps(found["steps"]) if "steps" in found else DEFAULT_STEPS
-    ranks = _ranks(found.get("ranks", "all"))
-    return Profiling(first, last, ranks, "memory" in found, "nvtx" in found)
+    first, last = _steps(parts["steps"]) if "steps" in parts else DEFAULT_STEPS
+    ranks = _ranks(parts.get("ranks", "all"))
+    return Profiling(first, last, ranks, "memory" in parts, "nvtx" in parts)
 
 
 def _unknown(word: str, name: str) -> str:

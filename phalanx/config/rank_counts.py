@@ -14,13 +14,13 @@ RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 _RANGE = re.compile(r"\d+:\d+")
 
 
-def count_ranks(given: Mapping[str, Any], ranges: Container[str]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def count_ranks(settings: Mapping[str, Any], ranges: Container[str]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return settings with num_gpus and gpus_per_node as num_workers and device, and (name, message) for mistakes.
 
     For example num_nodes = 2 and gpus_per_node = 4 are num_workers = 8 and device = "cuda". `ranges`: those that
     are a pair (least, most); num_gpus is then checked as num_workers.
     """
-    values = dict(given)
+    values = dict(settings)
     gpus, per_node = plain(values.pop("num_gpus", None)), plain(values.pop("gpus_per_node", None))
     checked = {"num_gpus": None if "num_gpus" in ranges else gpus, "gpus_per_node": per_node}
     mistakes = [(n, text) for n, v in checked.items() if v is not None and (text := problem(ALIASES[n], v))]
@@ -46,8 +46,8 @@ def count_ranks(given: Mapping[str, Any], ranges: Container[str]) -> tuple[dict[
 
 def ranges(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
     """Return the pairs (least, most) of workers that were given; a sequence of another length is not one."""
-    found = {name: values[name] for name in ("num_workers", "num_gpus") if name in values}
-    for name, text in found.items():
+    pairs = {name: values[name] for name in ("num_workers", "num_gpus") if name in values}
+    for name, text in pairs.items():
         if isinstance(text, str) and _RANGE.fullmatch(text):
-            found[name] = [int(part) for part in text.split(":")]
-    return {name: pair for name, pair in found.items() if isinstance(pair, (tuple, list)) and len(pair) == 2}
+            pairs[name] = [int(part) for part in text.split(":")]
+    return {name: pair for name, pair in pairs.items() if isinstance(pair, (tuple, list)) and len(pair) == 2}

@@ -31,11 +31,11 @@ _OF_COMPRESSORS = {"compression_ratio": ("topk", "randomk"), "powersgd_rank": ("
 
 def engine_rules(values: Mapping[str, Any]) -> list[ModuleType]:
     """Return the modules with the rules of the engines that settings, checked or not, choose."""
-    asked = {name for name, field in FIELDS.items() if values.get(name) not in (None, field.default)}
+    changed = {name for name, field in FIELDS.items() if values.get(name) not in (None, field.default)}
     engines = [
         backend.engine
         for name, backend in BACKENDS.items()
-        if name in (values.get("backend"), values.get("strategy")) or asked.intersection(backend.rules_for)
+        if name in (values.get("backend"), values.get("strategy")) or changed.intersection(backend.rules_for)
     ]
     return [importlib.import_module(f"{engine}.rules") for engine in engines if engine]
 
@@ -98,8 +98,8 @@ def pipeline_cuts(settings: Settings) -> Mistakes:
 def optimizer(settings: Settings) -> Mistakes:
     """Report an optimizer of this package where an engine or server takes the steps."""
     facts, is_foreign = settings.facts, settings.framework != "torch"
-    own = settings.optimizer in ("adamw8bit", "lars", "lamb")
-    if own and (facts.shards_by_engine or facts.has_servers or is_foreign):
+    is_ours = settings.optimizer in ("adamw8bit", "lars", "lamb")
+    if is_ours and (facts.shards_by_engine or facts.has_servers or is_foreign):
         engine = settings.backend if is_foreign else settings.resolved_strategy
         instead = "sgd" if settings.optimizer == "lars" else "adamw"
         yield settings.mistake("optimizer", f" with {engine}, which takes the steps itself: write {instead}.")
@@ -127,8 +127,8 @@ def compressor_settings(settings: Settings) -> Mistakes:
         users = _OF_COMPRESSORS[name]
         if chosen in users or (not users and chosen != "none"):
             continue
-        wanted = " or ".join(repr(user) for user in users) if users else "another one than 'none'"
-        yield settings.mistake(name, f" with compression = {chosen!r}: it is for compression = {wanted}.")
+        compressors = " or ".join(repr(user) for user in users) if users else "another one than 'none'"
+        yield settings.mistake(name, f" with compression = {chosen!r}: it is for compression = {compressors}.")
 
 
 @rule("compression", *STRATEGY, *AXES)
@@ -188,9 +188,9 @@ def folders(settings: Settings) -> Mistakes:
 
 @rule("num_workers", "num_nodes", "node_rank")
 def rank_counts(settings: Settings) -> Mistakes:
-    """Check the numbers of ranks and machines against each other."""
+    """Check the numbers of ranks and nodes against each other."""
     total, nodes = settings.num_workers, settings.num_nodes
-    if total is not None and total % nodes and settings.hosts is None:  # else each machine has its slots
+    if total is not None and total % nodes and settings.hosts is None:  # else each node has its slots
         yield settings.mistake("num_workers", f" cannot be spread evenly over num_nodes = {nodes}.")
     if settings.node_rank is not None and settings.node_rank >= nodes:
         yield settings.mistake("node_rank", f": must be below num_nodes = {nodes}.")
@@ -200,15 +200,15 @@ def rank_counts(settings: Settings) -> Mistakes:
 def watched_metrics(settings: Settings) -> Mistakes:
     """Check the names of metrics, and that they are measured."""
     for name in ("keep_best", "early_stopping"):
-        given = getattr(settings, name)
-        if given is True:  # keep_best follows early_stopping, which is checked too
+        metric = getattr(settings, name)
+        if metric is True:  # keep_best follows early_stopping, which is checked too
             continue
         try:
             watched = settings.best_metric if name == "keep_best" else settings.stopping_metric
         except ValueError as error:
             yield settings.mistake(name, f": {error}")
             continue
-        if isinstance(given, str) and watched and watched.name.startswith("val/") and settings.evaluate_every is None:
+        if isinstance(metric, str) and watched and watched.name.startswith("val/") and settings.evaluate_every is None:
             yield settings.mistake(
                 name, f" with eval_every = 0, which never measures it: leave eval_every out, or {name}."
             )
@@ -218,22 +218,22 @@ def watched_metrics(settings: Settings) -> Mistakes:
 def profile(settings: Settings) -> Mistakes:
     """Check the words, and that the run has these steps and ranks where that is known."""
     try:
-        wanted = settings.profiling
+        profiling = settings.profiling
     except ValueError as error:
         yield settings.mistake("profile", f": {error}")
         return
-    if wanted is None:
+    if profiling is None:
         return
-    if settings.max_steps is not None and wanted.first > settings.max_steps:
+    if settings.max_steps is not None and profiling.first > settings.max_steps:
         yield settings.mistake(
             "profile",
-            f" records from step {wanted.first} on, but the run has {settings.max_steps} steps (max_steps): write "
+            f" records from step {profiling.first} on, but the run has {settings.max_steps} steps (max_steps): write "
             f"steps=1:{settings.max_steps}, for example.",
         )
     ranks = settings.total_ranks
-    if ranks is not None and wanted.ranks and wanted.ranks[-1] >= ranks:
+    if ranks is not None and profiling.ranks and profiling.ranks[-1] >= ranks:
         yield settings.mistake(
-            "profile", f": there is no rank {wanted.ranks[-1]}; the {ranks} ranks of this run are 0 to {ranks - 1}."
+            "profile", f": there is no rank {profiling.ranks[-1]}; the {ranks} ranks of this run are 0 to {ranks - 1}."
         )
 
 

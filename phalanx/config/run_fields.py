@@ -150,13 +150,13 @@ class Elasticity:
     )
     heartbeat_timeout: float = option(
         10.0,
-        "seconds after which a rank that is stopped, or a machine that is silent, counts as lost",
+        "seconds after which a rank that is stopped, or a node that is silent, counts as lost",
         above=0,
         used_by="recovery",
     )
     preemption_file: str | None = option(
         None,
-        "save and leave with exit code 75 when this file appears on a machine (a notice of the cloud provider)",
+        "save and leave with exit code 75 when this file appears on a node (a notice of the cloud provider)",
         scope="machine",
         used_by="trainer",
         in_loop="look for the file in your loop, then call f.save(directory) and sys.exit(75)",

@@ -55,7 +55,7 @@ class Recompute(NamedTuple):
     budget: float | None = None
 
 
-class Watched(NamedTuple):
+class WatchedMetric(NamedTuple):
     """A metric by the name that dashboards show, such as val/loss, and whether lower or higher is better."""
 
     name: str
@@ -68,7 +68,7 @@ class Watched(NamedTuple):
 
 
 class Host(NamedTuple):
-    """One machine, and how many ranks may run there."""
+    """A node, and how many ranks may run there."""
 
     name: str
     slots: int
@@ -133,7 +133,7 @@ class Settings(
 
     @property
     def host_ranks(self) -> dict[str, int]:
-        """Ranks of each machine of `hosts`: its slots, or an equal share of a smaller number that was given."""
+        """Ranks of each node of `hosts`: its slots, or an equal share of a smaller number that was given."""
         hosts, total = parse_hosts(self.hosts or ""), self.total_ranks
         fits = total == sum(host.slots for host in hosts)
         return {host.name: host.slots if fits else (total or 0) // len(hosts) for host in hosts}
@@ -223,31 +223,31 @@ class Settings(
         return parse_duration(auto[1]) if auto is not None and auto[1] else None
 
     @property
-    def best_metric(self) -> Watched | None:
+    def best_metric(self) -> WatchedMetric | None:
         """The metric of `keep_best`, or None where it is off; where none is named, that of `early_stopping`."""
         best = (self.early_stopping or "val/loss") if self.keep_best is True else self.keep_best
         return parse_metric(best) if best else None
 
     @property
-    def stopping_metric(self) -> Watched | None:
+    def stopping_metric(self) -> WatchedMetric | None:
         """The metric of `early_stopping`, or None; ValueError says what to write."""
         return None if self.early_stopping is None else parse_metric(self.early_stopping)
 
     @property
     def recompute(self) -> Recompute | None:
         """What is recomputed in backward, or None when all activations are kept; ValueError says what to write."""
-        wanted = self.activation_checkpointing
-        if wanted is False:
+        setting = self.activation_checkpointing
+        if setting is False:
             return None
-        if wanted is True or wanted == "full":
+        if setting is True or setting == "full":
             return Recompute()
-        if wanted == "selective":
+        if setting == "selective":
             return Recompute(selective=True)
-        if (share := _BUDGET.match(wanted)) and float(share[1]) <= 1:
+        if (share := _BUDGET.match(setting)) and float(share[1]) <= 1:
             return Recompute(budget=float(share[1]))
-        match = _EVERY.match(wanted)
+        match = _EVERY.match(setting)
         if match is None or int(match[1]) == 0:
-            close = nearest(wanted, ("full", "selective", "every 2", "budget 0.5"))
+            close = nearest(setting, ("full", "selective", "every 2", "budget 0.5"))
             guess = f" Did you mean {close!r}?" if close else ""
             allowed = "false, true, 'full', 'selective', 'every <n>', 'budget <share from 0 to 1>'"
             raise ValueError(f"not one of {allowed}.{guess}")
@@ -315,8 +315,8 @@ def add_engine(name: object) -> Any:
 def _add_engine(name: str) -> Any:
     group = getattr(load_entry_point("phalanx.engines", name), "options", None)
     if group is not None:
-        if taken := group.__dataclass_fields__.keys() & FIELDS.keys():
-            raise UsageError(f"the engine {name} declares settings that exist already: {', '.join(sorted(taken))}")
+        if duplicates := group.__dataclass_fields__.keys() & FIELDS.keys():
+            raise UsageError(f"the engine {name} declares settings that exist already: {', '.join(sorted(duplicates))}")
         add_fields(group)
         GROUPS.append(group)
     return group
@@ -331,28 +331,28 @@ def settings_with(scope: str) -> list[str]:
     return [name for name, field in FIELDS.items() if scope in field.metadata["scope"]]
 
 
-def parse_metric(text: str) -> Watched:
+def parse_metric(text: str) -> WatchedMetric:
     """Read `val/loss`, `max:val/<name>`, or `min:<name>` of a logged value; ValueError says what to write."""
     mode, colon, name = (part.strip() for part in text.rpartition(":"))
     split, slash, metric = name.partition("/")
     if mode in ("min", "max") and name.strip("/") and split != "val" and name != "train/loss":
-        return Watched(name, "min" if mode == "min" else "max")  # the user logs it
+        return WatchedMetric(name, "min" if mode == "min" else "max")  # the user logs it
     if not slash or not metric or split not in ("val", "train") or (split == "train" and metric != "loss"):
         bare = re.sub(r"^(val|eval|valid|validation|train|test)[_/]", "", name) or "loss"  # as others write it
-        own = f"; for a value that you log, min:{name} or max:{name}" if name.strip("/") else ""
-        raise ValueError(f"a metric is val/<name> (val/loss, val/accuracy) or train/loss: write val/{bare}{own}.")
+        advice = f"; for a value that you log, min:{name} or max:{name}" if name.strip("/") else ""
+        raise ValueError(f"a metric is val/<name> (val/loss, val/accuracy) or train/loss: write val/{bare}{advice}.")
     if colon and mode not in ("min", "max"):
         raise ValueError(f"{mode!r} is neither min nor max: write min:{name} or max:{name}.")
     if colon:
-        return Watched(name, "min" if mode == "min" else "max")
+        return WatchedMetric(name, "min" if mode == "min" else "max")
     words = re.split(r"[^a-z0-9]+", metric.lower())
-    lower, higher = (any(re.fullmatch(known, word) for word in words) for known in (_LOWER, _HIGHER))
+    lower, higher = (any(re.fullmatch(words_of, word) for word in words) for words_of in (_LOWER, _HIGHER))
     if lower == higher:
         close = nearest(metric, ("loss", "accuracy", "perplexity", "error", "precision", "recall", "score"))
         guess = f" Or did you mean {split}/{close}?" if close else ""
-        what = f"write min:{name} or max:{name}.{guess}"
-        raise ValueError(f"the name does not say whether lower or higher is better: {what}")
-    return Watched(name, "min" if lower else "max")
+        directions = f"write min:{name} or max:{name}.{guess}"
+        raise ValueError(f"the name does not say whether lower or higher is better: {directions}")
+    return WatchedMetric(name, "min" if lower else "max")
 
 
 _LOWER = r".*loss|.*error|err|perplexity|ppl|mse|mae|rmse|wer|cer|nll|bpb|bpc|fid"
@@ -362,11 +362,11 @@ _PARTS = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d{2})")
 
 
-def parse_duration(given: float | str) -> float:
+def parse_duration(value: float | str) -> float:
     """Return seconds of a number, `90`, `30m`, `1h30m` or `1:30:00`; ValueError says what to write."""
-    if isinstance(given, (int, float)):
-        return float(given)
-    text = given.strip().lower().replace(" ", "")
+    if isinstance(value, (int, float)):
+        return float(value)
+    text = value.strip().lower().replace(" ", "")
     if clock := _CLOCK.fullmatch(text):
         seconds = float(int(clock[1] or 0) * 3600 + int(clock[2]) * 60 + int(clock[3]))
     elif text and not _PARTS.sub("", text):
@@ -382,12 +382,12 @@ def parse_duration(given: float | str) -> float:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read machines and slots, node1:8,node2:8 or a file of them (./hosts); ValueError says what to write."""
+    """Read nodes and slots, node1:8,node2:8 or a file of them (./hosts); ValueError says what to write."""
     hosts: list[Host] = []
     for part in read_hosts(text) if "/" in text else text.split(","):
         name, colon, slots = part.strip().partition(":")
         if not _HOST.fullmatch(name):
-            raise ValueError(f"{part.strip()!r} is not the name of a machine: write node1:8,node2:8.")
+            raise ValueError(f"{part.strip()!r} is not the name of a host: write node1:8,node2:8.")
         if colon and not (slots.isdecimal() and int(slots) > 0):
             raise ValueError(f"{part.strip()!r} has no number of slots after the colon: write {name}:8.")
         if name in {host.name for host in hosts}:
@@ -396,13 +396,13 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def precision_name(wanted: bool | str, device_type: str) -> PrecisionName:
+def precision_name(setting: bool | str, device_type: str) -> PrecisionName:
     """Return the precision of the forward pass; True picks what is fast: fp16 on CUDA, bf16 on a CPU that has it."""
-    if wanted is True:
+    if setting is True:
         return "fp16" if device_type == "cuda" else "bf16" if cpu_has_bf16() else "fp32"
-    if wanted is False or (wanted == "fp8" and device_type == "cpu" and not cpu_has_bf16()):
+    if setting is False or (setting == "fp8" and device_type == "cpu" and not cpu_has_bf16()):
         return "fp32"
-    return "fp16" if wanted == "fp16" else "bf16"  # the config allows no other name
+    return "fp16" if setting == "fp16" else "bf16"  # the config allows no other name
 
 
 @functools.cache

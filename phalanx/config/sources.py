@@ -19,15 +19,15 @@ from phalanx.config.option import kinds, parse_text, takes_table
 from phalanx.config.rank_counts import RANK_COUNTS, ranges
 from phalanx.config.rules import engine_rules
 from phalanx.config.settings import ENV_PREFIX, FIELDS, add_engine
-from phalanx.errors import ConfigError, UsageError
+from phalanx.errors import ConfigError, UsageError, a_type
 
 _LIMITS = ("epochs", "max_steps")
 """How long a run is; where both are given, the first that is reached ends it."""
 NOT_SETTINGS = {
     *("ALL_TESTS", "CONTROL_FD", "ENGINE", "EVENTS_FD", "FAILURES", "FAULTS", "FAULTS_LINK", "FAULTS_OBJECTS"),
-    *("FAULTS_RUN", "GATE", "GENERATION", "HEARTBEATS", "JOB_FOLDER", "JOB_SECRET", "JOINS_LATE", "LAUNCHED_AT"),
+    *("FAULTS_RUN", "GENERATION", "HEARTBEATS", "JOB_FOLDER", "JOB_SECRET", "JOINS_LATE", "LAUNCHED_AT"),
     *("LOG_DIR", "PLANNED_RANKS", "PRELOAD", "RAY_FORK_SERVER", "RUN_ID", "SLOT", "SWITCH", "TF_ROLES", "TRIAL"),
-    *("TRIAL_RESUMES_AFTER", "UNDER_RAY"),
+    *("TRIAL_CONTROL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
 }
 """The variables that launchers and engines set for their ranks, without the prefix."""
 _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")
@@ -35,7 +35,7 @@ _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     """A checked config and, for each field, where its value came from."""
 
     config: DistributedConfig
@@ -47,7 +47,7 @@ class Resolved:
         return frozenset(name for name, origin in self.origins.items() if origin != "default")
 
 
-class _Merged(NamedTuple):
+class _MergedConfig(NamedTuple):
     """What the sources say together: values of settings, where each came from, and mistakes of single sources."""
 
     values: dict[str, Any]
@@ -57,7 +57,7 @@ class _Merged(NamedTuple):
     """The settings with such a mistake."""
 
 
-class _Checked(NamedTuple):
+class _CheckedConfig(NamedTuple):
     """A config, where its values came from, and every mistake."""
 
     config: DistributedConfig
@@ -79,7 +79,7 @@ def resolve(
     gpu_settings: Mapping[str, Any] | None = None,
     on_gpus: bool = False,
     environ: Mapping[str, str] | None = None,
-) -> Resolved:
+) -> ResolvedConfig:
     """Merge all sources into one checked config; every mistake of every source is reported together.
 
     Of several files a later one wins. `gpu_settings`: those of the recipe for GPUs, and `on_gpus`: whether there are
@@ -95,28 +95,28 @@ def resolve(
     of_environment = {n: parse_text(NAMES[n], environ[v]) for n, v in variables.items() if v in environ}
     of_recipe = f"recipe {recipe_name}"
     users = [*read, ("environment", of_environment), (given_as, dict(given))]
-    found = _check_all([(of_recipe, recipe or {}), *users], given_as)
-    if gpu_settings and not found.mistakes:
-        found = _with_gpu_settings(found, (of_recipe, recipe or {}), gpu_settings, users, on_gpus=on_gpus)
-    if mistakes := misspelt_variables(environ) + found.mistakes:
+    merged = _check_all([(of_recipe, recipe or {}), *users], given_as)
+    if gpu_settings and not merged.mistakes:
+        merged = _with_gpu_settings(merged, (of_recipe, recipe or {}), gpu_settings, users, on_gpus=on_gpus)
+    if mistakes := misspelt_variables(environ) + merged.mistakes:
         raise ConfigError(mistakes)
-    return Resolved(found.config, found.origins)
+    return ResolvedConfig(merged.config, merged.origins)
 
 
 def _with_gpu_settings(
-    found: _Checked,
+    merged: _CheckedConfig,
     recipe: tuple[str, Mapping[str, Any]],
     gpu_settings: Mapping[str, Any],
     users: _Layers,
     *,
     on_gpus: bool,
-) -> _Checked:
+) -> _CheckedConfig:
     """Return the config with the recipe's settings for GPUs, but for those that contradict what the user gives."""
     source, settings = recipe
     if alone := _check_all([(source, gpu_settings)], "").mistakes:
         raise ConfigError(alone)
-    if not (found.config.device == "cuda" or (on_gpus and found.config.device != "cpu")):
-        return found
+    if not (merged.config.device == "cuda" or (on_gpus and merged.config.device != "cpu")):
+        return merged
     together = _check_all([(source, {**settings, **gpu_settings}), *users], users[-1][0])
     if not together.mistakes:
         return together
@@ -124,11 +124,11 @@ def _with_gpu_settings(
     for name, value in gpu_settings.items():
         tried = _check_all([(source, {**used, name: value}), *users], users[-1][0])
         if not tried.mistakes:
-            found, used[name] = tried, value
-    return found
+            merged, used[name] = tried, value
+    return merged
 
 
-def _check_all(layers: _Layers, given_as: str) -> _Checked:
+def _check_all(layers: _Layers, given_as: str) -> _CheckedConfig:
     """Merge layers of settings and check the result; `given_as`: the layer in which unused settings are refused."""
     values, origins, mistakes, wrong_before = _merge_layers(layers)
     values, contradictions = translate(values)
@@ -146,12 +146,12 @@ def _check_all(layers: _Layers, given_as: str) -> _Checked:
         if filler := getattr(engine, "FILLS_FROM", ""):
             filled = [n for n, field in FIELDS.items() if getattr(config, n) != values.get(n, field.default)]
             origins |= {name: filler for name in filled if name != filler}
-    return _Checked(config, {name: origins.get(name, "default") for name in FIELDS}, mistakes)
+    return _CheckedConfig(config, {name: origins.get(name, "default") for name in FIELDS}, mistakes)
 
 
-def _merge_layers(layers: _Layers) -> _Merged:
+def _merge_layers(layers: _Layers) -> _MergedConfig:
     """Merge settings of several sources; a later one wins."""
-    merged = _Merged({}, dict.fromkeys(FIELDS, "default"), [], set())
+    merged = _MergedConfig({}, dict.fromkeys(FIELDS, "default"), [], set())
     values, origins = merged.values, merged.origins
     for source, written in layers:
         layer, wrong = rename(written)
@@ -178,26 +178,26 @@ def _replaced_of_recipe(values: Mapping[str, Any], origins: Mapping[str, str]) -
     of_recipe = {name for name in values if origins[name].startswith("recipe ")}
     # The user gave the engine's own file, so it wins over the recipe.
     engines = [engine for engine in engine_rules(values) if hasattr(engine, "settled")]
-    found = {name for engine in engines for name in engine.settled(values)}
+    replaced = {name for engine in engines for name in engine.settled(values)}
     for limit, other in (_LIMITS, _LIMITS[::-1]):
         # The length that the user gives is the length: a recipe's own, in the other unit, would cut it short.
         if values.get(limit) is not None and limit not in of_recipe:
-            found.add(other)
-    return [name for name in found if name in of_recipe]
+            replaced.add(other)
+    return [name for name in replaced if name in of_recipe]
 
 
 def _origins(source: str, written: Mapping[str, Any]) -> dict[str, str]:
     """Return where a source has each setting: PHALANX_NUM_GPUS has num_gpus and num_workers."""
-    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for name, value in written.items():
         origin = f"environment {ENV_PREFIX}{name.upper()}" if source == "environment" else source
-        found |= dict.fromkeys((name, *rename({name: value})[0]), origin)
-    return found
+        origins |= dict.fromkeys((name, *rename({name: value})[0]), origin)
+    return origins
 
 
 def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
     """Return the message for each variable that looks like one of a setting, and is not."""
-    found = []
+    messages = []
     for variable in sorted(environ):
         name = variable.removeprefix(ENV_PREFIX)
         if name == variable or name in NOT_SETTINGS or name.lower() in NAMES or _OF_KUBERNETES.search(name):
@@ -205,8 +205,8 @@ def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
         if (close := like(name.lower(), NAMES)) is not None:  # else it belongs to another program
             setting, _, value = close.partition("=")
             meant = f"{ENV_PREFIX}{setting.upper()}{f'={value}' if value else ''}"
-            found.append(f"unknown environment variable {variable}. Did you mean {meant}?")
-    return found
+            messages.append(f"unknown environment variable {variable}. Did you mean {meant}?")
+    return messages
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -227,8 +227,8 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         if repeated:
             raise ConfigError([f"{name} is set twice, in different tables" for name in repeated], source=str(path))
         flat.update(table)
-    found = {key.replace("-", "_"): _from_file(key.replace("-", "_"), value) for key, value in flat.items()}
-    return _without_option_texts(found) if _is_record(path) else found
+    settings = {key.replace("-", "_"): _from_file(key.replace("-", "_"), value) for key, value in flat.items()}
+    return _without_option_texts(settings) if _is_record(path) else settings
 
 
 def _is_record(path: str | Path) -> bool:
@@ -250,7 +250,7 @@ def _without_option_texts(recorded: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def read_document(path: str | Path, what: str = "config file") -> dict[str, Any]:
+def read_document(path: str | Path, content: str = "config file") -> dict[str, Any]:
     """Return what a TOML or YAML file holds; by its name's end, and TOML where that says nothing."""
     try:
         import tomllib  # 5 ms, which help and completion do not need
@@ -258,8 +258,8 @@ def read_document(path: str | Path, what: str = "config file") -> dict[str, Any]
         text = Path(path).read_text(encoding="utf-8")
         document = _parse_yaml(text) if str(path).endswith((".yaml", ".yml")) else tomllib.loads(text)
     except FileNotFoundError:
-        hint = "Write one with: phalanx config show --toml > run.toml" if what == "config file" else ""
-        raise UsageError(f"no such {what}: {path}", hint=hint) from None
+        hint = "Write one with: phalanx config show --toml > run.toml" if content == "config file" else ""
+        raise UsageError(f"no such {content}: {path}", hint=hint) from None
     except IsADirectoryError:
         raise UsageError(f"{path} is a directory, not a TOML file") from None
     except OSError as error:
@@ -284,7 +284,7 @@ def _parse_yaml(text: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     if document is not None and not isinstance(document, dict):
-        raise ValueError(f"expected lines such as 'learning_rate: 0.1', found a {type(document).__name__}")
+        raise ValueError(f"expected lines such as 'learning_rate: 0.1', found {a_type(document)}")
     return {str(key): value for key, value in (document or {}).items()}
 
 

@@ -47,27 +47,27 @@ def in_loop(name: str) -> str:
     return _NOT_REPLACED
 
 
-def given_names(given: Mapping[str, Any]) -> list[str]:
+def given_names(settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that are given, by whatever spelling, and are not at their defaults."""
-    values, _ = rename(given)
+    values, _ = rename(settings)
     named = [name for name, value in values.items() if name in FIELDS and value != FIELDS[name].default]
     counted = ["num_workers"] if any(values.get(name) is not None for name in ("num_gpus", "gpus_per_node")) else []
     return list(dict.fromkeys([*named, *counted]))
 
 
-def refuse_in_loop(given: Mapping[str, Any]) -> None:
+def refuse_in_loop(settings: Mapping[str, Any]) -> None:
     """Raise for settings that are given to a `Formation` and would have no effect there."""
-    unused = [name for name in given_names(given) if not counts(name, LOOP)]
+    unused = [name for name in given_names(settings) if not counts(name, LOOP)]
     if not unused:
         return
     of_command = [name for name in unused if not counts(name, {"trainer"})]
-    own = [name for name in unused if name not in of_command]
+    of_loop = [name for name in unused if name not in of_command]
     parts = [
-        (own, "the trainer's loop, and this loop is yours"),
+        (of_loop, "the trainer's loop, and this loop is yours"),
         (of_command, "what starts the ranks, and a Formation joins ranks that run"),
     ]
-    said = [f"{_are_settings(names)} of {where}" for names, where in parts if names]
-    raise UsageError("; ".join(said), hint=_hints(unused))
+    problems = [f"{_are_settings(names)} of {where}" for names, where in parts if names]
+    raise UsageError("; ".join(problems), hint=_hints(unused))
 
 
 def loop_note(config: Settings) -> str:
@@ -76,8 +76,8 @@ def loop_note(config: Settings) -> str:
     Settings of the command may have started these ranks, and a value may be read from the config.
     """
     unused = [name for name in config.changed(*FIELDS) if used_by(name) == {"trainer"}]
-    shown = "; ".join(f"{name} = {getattr(config, name)!r}: {in_loop(name)}" for name in unused)
-    return f"not used by a loop of your own: {shown}" if unused else ""
+    values = "; ".join(f"{name} = {getattr(config, name)!r}: {in_loop(name)}" for name in unused)
+    return f"not used by a loop of your own: {values}" if unused else ""
 
 
 _BEFORE_RANKS = (
@@ -92,17 +92,17 @@ def late_note(config: Settings, environ: Mapping[str, str]) -> str:
 
     Those that the command has set are in its variables, also if it had them from a config.
     """
-    given = [name for name in config.changed(*_BEFORE_RANKS) if ENV_PREFIX + name.upper() not in environ]
-    unused = unused_by_script(given, IN_SCRIPT["Formation"], config.backend)
-    of_command = [name for name in given if counts(name, SCRIPT)]
-    shown = [
+    names = [name for name in config.changed(*_BEFORE_RANKS) if ENV_PREFIX + name.upper() not in environ]
+    unused = unused_by_script(names, IN_SCRIPT["Formation"], config.backend)
+    of_command = [name for name in names if counts(name, SCRIPT)]
+    values = [
         *(f"{name}: {in_loop(name)}" for name in of_command),
         *(f"{name}: {text}" for name, text in unused.items()),
     ]
-    return f"not used by ranks that were started before the trainer: {'; '.join(shown)}" if shown else ""
+    return f"not used by ranks that were started before the trainer: {'; '.join(values)}" if values else ""
 
 
-def unused_by_script(given: Iterable[str], users: Collection[str], backend: str) -> dict[str, str]:
+def unused_by_script(names: Iterable[str], users: Collection[str], backend: str) -> dict[str, str]:
     """Return which of these settings have no effect for a script, each with what to write.
 
     `users`: who uses settings there. An engine may start ranks by further ones, `FOR_SCRIPTS` in its rules.
@@ -110,7 +110,7 @@ def unused_by_script(given: Iterable[str], users: Collection[str], backend: str)
     from phalanx.config.rules import engine_rules  # not in ranks, whose settings are checked
 
     of_engine = {name for rules in engine_rules({"backend": backend}) for name in getattr(rules, "FOR_SCRIPTS", ())}
-    unused = [name for name in given if not counts(name, users) and name not in of_engine]
+    unused = [name for name in names if not counts(name, users) and name not in of_engine]
     return {name: _for_script(name, users) for name in unused}
 
 

@@ -29,8 +29,8 @@ class LoaderHints:
 
 def describe_problems(names: Sequence[str], problem: str) -> str:
     """Return how many samples had a problem, with the first names; empty where none had."""
-    shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-    return f"{len(names)} sample{'s' * (len(names) > 1)} {problem}: {shown}" if names else ""
+    listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return f"{len(names)} sample{'s' * (len(names) > 1)} {problem}: {listed}" if names else ""
 
 
 def hints_of(dataset: Any) -> LoaderHints:

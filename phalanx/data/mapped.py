@@ -236,14 +236,14 @@ class MappedBatches(Batches):
             yield cut.info, batch
 
 
-def order_changed(order: Order, what: str) -> OrderError:
+def order_changed(order: Order, problem: str) -> OrderError:
     """Return the error for an order that is not what it was: a sampler draws by more than the seed and the epoch."""
     if not isinstance(order, DrawnOrder):
         return OrderError(
-            f"{what}: the data set is shuffled in another way.",
+            f"{problem}: the data set is shuffled in another way.",
             hint="Resume with the same data, `shuffle` and `window`, or from the end of an epoch.",
         )
     return OrderError(
-        f"{order.name}: {what}: it draws by something that a new rank, or a resumed run, does not have.",
+        f"{order.name}: {problem}: it draws by something that a new rank, or a resumed run, does not have.",
         hint="Give it a method set_epoch(epoch), and let the order depend on that and on random numbers alone.",
     )

@@ -332,12 +332,12 @@ def _seeded_generators(sampler: Any, seed: int) -> Iterator[None]:
 
 def _generators(sampler: Any) -> Iterator[Any]:
     """Yield the random generators among a sampler's attributes, and in samplers and lists among them."""
-    waiting, seen = [sampler], set[int]()
+    waiting, visited = [sampler], set[int]()
     while waiting:
         holder = waiting.pop()
-        if id(holder) in seen:
+        if id(holder) in visited:
             continue
-        seen.add(id(holder))
+        visited.add(id(holder))
         items = list(holder) if isinstance(holder, (list, tuple)) else list(getattr(holder, "__dict__", {}).values())
         yield from (item for item in items if isinstance(item, _GENERATORS))
         short = (item for item in items if isinstance(item, (list, tuple)) and len(item) <= _FEW)

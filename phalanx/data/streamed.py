@@ -22,7 +22,7 @@ from phalanx.errors import DataError
 class AgreedStep:
     """One optimizer step: this rank's blocks, and the totals over all ranks."""
 
-    own: list[StreamBlock]
+    own_blocks: list[StreamBlock]
     samples: int
     micro_steps: int
     blocks: int
@@ -33,7 +33,7 @@ class _Pending:
 
     def __init__(self, blocks: list[StreamBlock], layout: BatchSplit, group: dist.ProcessGroup | None) -> None:
         missing = [0] * (layout.accumulation - len(blocks))
-        self._own = blocks
+        self._blocks = blocks
         counts = [[*(block.samples for block in blocks), *missing], [*(1 for _ in blocks), *missing]]
         self._counts = torch.tensor(counts, dtype=torch.int64)
         self._work: Any = None
@@ -45,7 +45,7 @@ class _Pending:
         if self._work is not None:
             self._work.wait()
         samples, blocks = self._counts.tolist()
-        return AgreedStep(self._own, sum(samples), sum(count > 0 for count in blocks), sum(blocks))
+        return AgreedStep(self._blocks, sum(samples), sum(count > 0 for count in blocks), sum(blocks))
 
     def settle(self) -> None:
         """Let an unused collective finish, but do not wait long, as a peer may have failed."""
@@ -119,13 +119,13 @@ class StreamedBatches(Batches):
     def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
         """Yield this rank's micro-batches from sample `start` (of a self-sharding stream, block `skipped`) on."""
         blocks = _OwnBlocks(self._read(epoch, start, skipped), skipped if self.shards else 0)
-        seen = start > 0
+        has_samples = start > 0
         for step in agreed_steps(blocks, self._layout, self._group):
             if self._drop_last and not self._is_whole(step):
                 break
-            seen = True
+            has_samples = True
             yield from self._micro_batches_of(step, blocks)
-        if not seen:
+        if not has_samples:
             size = self._layout.global_batch
             dropped = (
                 f", or drop_last=True dropped it: it is less than a global batch of {size}" if self._drop_last else ""
@@ -161,7 +161,7 @@ class StreamedBatches(Batches):
 
     def _micro_batches_of(self, step: AgreedStep, blocks: _OwnBlocks) -> Iterator[tuple[MicroInfo, Any]]:
         for micro in range(step.micro_steps):
-            block = step.own[micro] if micro < len(step.own) else self._placeholder(blocks)
+            block = step.own_blocks[micro] if micro < len(step.own_blocks) else self._placeholder(blocks)
             last = micro == step.micro_steps - 1
             yield self._layout.info(block.samples, step.samples, boundary=last, offset=block.offset), block.batch
 

@@ -1,7 +1,7 @@
 """Who hung or crashed, and why: the first cause of a failure, in one report.
 
 In the launcher: `Diagnosis` decides when to look, `Evidence` reads what ranks have left (error files, exit codes,
-heartbeats, stacks), `inquiry` asks the ranks of all machines for their collectives, `blame` compares these, and
+heartbeats, stacks), `inquiry` asks the ranks of all nodes for their collectives, `blame` compares these, and
 `exits` says how a rank ended. In a rank: `calls` and `records` keep its collectives, `out_of_memory`, `numbers` and
 `nonfinite` explain what went wrong inside a step.
 

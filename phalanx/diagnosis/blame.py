@@ -52,13 +52,17 @@ class Blame:
 
 def find_blame(ranks: Sequence[RankCalls]) -> Blame | None:
     """Return the rank to blame; None where no rank waits in a collective and all called the same."""
-    known = {each.rank: each for each in ranks}
+    by_rank = {calls_of_rank.rank: calls_of_rank for calls_of_rank in ranks}
     groups = _by_group(ranks)
-    mismatches = [found for key, calls in groups.items() if (found := _find_mismatch(known, key, calls)) is not None]
+    mismatches = [
+        mismatch for key, calls in groups.items() if (mismatch := _find_mismatch(by_rank, key, calls)) is not None
+    ]
     if mismatches:
-        return min(mismatches, key=lambda found: found.since)
+        return min(mismatches, key=lambda mismatch: mismatch.since)
     # Where every call has been entered, the GPU may not have come to the later ones: it runs them in their order.
-    return _find_missing(known, groups) or _find_missing(known, _by_group([_without_queued(each) for each in ranks]))
+    return _find_missing(by_rank, groups) or _find_missing(
+        by_rank, _by_group([_without_queued(calls_of_rank) for calls_of_rank in ranks])
+    )
 
 
 def _without_queued(rank: RankCalls) -> RankCalls:
@@ -69,33 +73,33 @@ def _without_queued(rank: RankCalls) -> RankCalls:
 
 def _by_group(ranks: Sequence[RankCalls]) -> dict[Key, dict[int, dict[int, Call]]]:
     """Return each group's calls by rank and number; only ranks that have answered."""
-    found: dict[Key, dict[int, dict[int, Call]]] = {}
-    for each in ranks:
-        for name, members in each.groups.items():
-            found.setdefault((name, members), {})[each.rank] = {}
-        for call in each.calls:
-            if (members_of := each.groups.get(call.group)) is not None:
-                found[call.group, members_of][each.rank][call.number] = call
-    return found
+    calls_of: dict[Key, dict[int, dict[int, Call]]] = {}
+    for rank_calls in ranks:
+        for name, members in rank_calls.groups.items():
+            calls_of.setdefault((name, members), {})[rank_calls.rank] = {}
+        for call in rank_calls.calls:
+            if (members_of := rank_calls.groups.get(call.group)) is not None:
+                calls_of[call.group, members_of][rank_calls.rank][call.number] = call
+    return calls_of
 
 
 # --- ranks that call something else -----------------------------------------------------------------------------------
 
 
-def _find_mismatch(known: Mapping[int, RankCalls], key: Key, calls: Calls) -> Blame | None:
+def _find_mismatch(by_rank: Mapping[int, RankCalls], key: Key, calls: Calls) -> Blame | None:
     """Return who called another collective first in a group: the smaller part of the ranks."""
-    with_calls = {rank: own for rank, own in calls.items() if own}
-    is_pair = any(call.peer is not None for own in with_calls.values() for call in own.values())
+    with_calls = {rank: numbered for rank, numbered in calls.items() if numbered}
+    is_pair = any(call.peer is not None for numbered in with_calls.values() for call in numbered.values())
     if len(with_calls) < 2 or is_pair:  # one rank sends, the other receives: in any shape of that many bytes
         return None
-    last = {rank: max(own) for rank, own in with_calls.items()}
-    begin = max(min(own) for own in with_calls.values())
+    last = {rank: max(numbered) for rank, numbered in with_calls.items()}
+    begin = max(min(numbered) for numbered in with_calls.values())
     for number in range(begin, sorted(last.values())[-2] + 1):
-        there = {rank: own[number] for rank, own in with_calls.items() if number in own}
+        there = {rank: numbered[number] for rank, numbered in with_calls.items() if number in numbered}
         is_end = any(last[rank] == number for rank in there)
         kinds = {rank: _kind(call, exact=is_end) for rank, call in there.items()}
         if len(set(kinds.values())) > 1:
-            return _explain_mismatch(known, calls, there, kinds)
+            return _explain_mismatch(by_rank, calls, there, kinds)
     return None
 
 
@@ -105,7 +109,7 @@ def _kind(call: Call, *, exact: bool) -> tuple[str, str]:
 
 
 def _explain_mismatch(
-    known: Mapping[int, RankCalls],
+    by_rank: Mapping[int, RankCalls],
     calls: Calls,
     there: Mapping[int, Call],
     kinds: Mapping[int, tuple[str, str]],
@@ -116,28 +120,28 @@ def _explain_mismatch(
         return -counts[kinds[rank]], not _is_usual(calls[rank], there[rank]), rank
 
     guilty = max(there, key=doubt)
-    own = there[guilty]
+    guilty_call = there[guilty]
     usual = min(there, key=doubt)
     others = [rank for rank in there if kinds[rank] == kinds[usual]]
     right = there[usual]
-    cause = _difference(own, right, others, skipped=_followed(calls[usual], right, own))
+    cause = _difference(guilty_call, right, others, skipped=_followed(calls[usual], right, guilty_call))
     rest = [rank for rank in there if rank != guilty and rank not in others]
     lines = [f"rank {rank} called {there[rank].text} at {there[rank].where}" for rank in rest[:_LISTED]]
     return Blame(guilty, cause, tuple(lines), min(call.began for call in there.values()))
 
 
-def _difference(own: Call, right: Call, others: Sequence[int], *, skipped: bool) -> str:
+def _difference(call: Call, right: Call, others: Sequence[int], *, skipped: bool) -> str:
     """Say how a call differs from that of the other ranks."""
     them = f"{ranks_text(others)} called"
-    if skipped and own.where != right.where:
+    if skipped and call.where != right.where:
         entered = f"{_numbered(right)} that {ranks_text(others)} entered at {right.where}"
-        return f"never entered {entered}; it went on to {own.text} at {own.where}"
-    if own.op == right.op and own.detail != right.detail:
+        return f"never entered {entered}; it went on to {call.text} at {call.where}"
+    if call.op == right.op and call.detail != right.detail:
         return (
-            f"called {own.op} #{own.number} with {own.detail or 'no tensor'} at {own.where}, "
+            f"called {call.op} #{call.number} with {call.detail or 'no tensor'} at {call.where}, "
             f"{them} it with {right.detail or 'no tensor'} at {right.where}"
         )
-    return f"called {own.text} at {own.where} as #{own.number}, where {them} {right.text} at {right.where}"
+    return f"called {call.text} at {call.where} as #{call.number}, where {them} {right.text} at {right.where}"
 
 
 def _numbered(call: Call) -> str:
@@ -173,10 +177,10 @@ def _is_usual(calls: Mapping[int, Call], call: Call) -> bool:
 
 
 def _find_missing(
-    known: Mapping[int, RankCalls], groups: Mapping[Key, Mapping[int, Mapping[int, Call]]]
+    by_rank: Mapping[int, RankCalls], groups: Mapping[Key, Mapping[int, Mapping[int, Call]]]
 ) -> Blame | None:
     """Follow who waits for which rank, to a rank that is waited for and does not wait itself."""
-    waits = [wait for key, calls in groups.items() for wait in _waits(known, key, calls)]
+    waits = [wait for key, calls in groups.items() for wait in _waits(by_rank, key, calls)]
     if not waits:
         return None
     waiting = {rank for _, entered, _ in waits for rank in entered}
@@ -186,26 +190,26 @@ def _find_missing(
     call, entered, absent = min(roots or waits, key=lambda wait: wait[0].began)
     # Where all of them wait for each other, the one that has made fewer calls is the one behind.
     idle = [rank for rank in absent if rank not in waiting] or list(absent)
-    guilty = min(idle, key=lambda rank: (*_innocence(known.get(rank)), rank))
-    if guilty in known and known[guilty].aborted:
+    guilty = min(idle, key=lambda rank: (*_innocence(by_rank.get(rank)), rank))
+    if guilty in by_rank and by_rank[guilty].aborted:
         for rank in entered:
-            if (other := _has_changed(known[rank].calls, call.group, call.number)) is not None:
+            if (other := _has_changed(by_rank[rank].calls, call.group, call.number)) is not None:
                 cause = f"called {_numbered(other)} at {other.where}, unlike before; rank {guilty} aborted in it"
                 return Blame(rank, cause, since=call.began)
-    return Blame(guilty, _absence(call, entered, known.get(guilty)), _bystanders(guilty, idle, known), call.began)
+    return Blame(guilty, _absence(call, entered, by_rank.get(guilty)), _bystanders(guilty, idle, by_rank), call.began)
 
 
-def _waits(known: Mapping[int, RankCalls], key: Key, calls: Calls) -> list[Wait]:
+def _waits(by_rank: Mapping[int, RankCalls], key: Key, calls: Calls) -> list[Wait]:
     """Return the call in which some ranks of a group wait."""
-    last = {rank: max(own, default=0) for rank, own in calls.items()}
-    pending = {number for rank, own in calls.items() for number in _pending(known[rank], own, last[rank])}
+    last = {rank: max(numbered, default=0) for rank, numbered in calls.items()}
+    pending = {number for rank, numbered in calls.items() for number in _pending(by_rank[rank], numbered, last[rank])}
     for number in sorted(pending):
         absent = [rank for rank in key[1] if last.get(rank, 0) < number]
         if absent:
-            own = next(own[number] for own in calls.values() if number in own)
-            behind = [last[rank] + 1 for rank in absent if rank in calls and own.peer is None]
+            numbered = next(numbered[number] for numbered in calls.values() if number in numbered)
+            behind = [last[rank] + 1 for rank in absent if rank in calls and numbered.peer is None]
             first = min(behind, default=number)  # messages may be waited for in any order
-            entered = sorted(rank for rank, own in calls.items() if first in own)
+            entered = sorted(rank for rank, numbered in calls.items() if first in numbered)
             return [(calls[entered[0]][first], entered, [rank for rank in absent if last.get(rank, 0) < first])]
     return []
 
@@ -218,15 +222,15 @@ def _find_circle(waits: Sequence[Wait]) -> Blame | None:
         path.append(rank)
         rank = min(by_rank[rank][2])
     circle = path[path.index(rank) :]
-    if all(by_rank[each][0].peer is None for each in circle):
+    if all(by_rank[member][0].peer is None for member in circle):
         return None
     first = circle.index(min(circle))
     circle = circle[first:] + circle[:first]
-    lines = [f"in {_numbered(by_rank[each][0])} at {by_rank[each][0].where}" for each in circle]
-    others = ", ".join(f"rank {each} {line}" for each, line in list(zip(circle, lines, strict=True))[1:_LISTED])
+    lines = [f"in {_numbered(by_rank[member][0])} at {by_rank[member][0].where}" for member in circle]
+    others = ", ".join(f"rank {member} {line}" for member, line in list(zip(circle, lines, strict=True))[1:_LISTED])
     more = f" and {len(circle) - _LISTED} more ranks" if len(circle) > _LISTED else ""
     cause = f"waits {lines[0]}, {others}{more}: they wait for each other"
-    return Blame(circle[0], cause, since=min(by_rank[each][0].began for each in circle))
+    return Blame(circle[0], cause, since=min(by_rank[member][0].began for member in circle))
 
 
 def _pending(rank: RankCalls, calls: Mapping[int, Call], last: int) -> list[int]:
@@ -237,9 +241,11 @@ def _pending(rank: RankCalls, calls: Mapping[int, Call], last: int) -> list[int]
 
 def _has_changed(calls: Sequence[Call], group: str, number: int) -> Call | None:
     """Return a rank's call where an earlier one from the same line had another shape or dtype, and none had this."""
-    own = [call for call in calls if call.group == group]
-    last = next(call for call in own if call.number == number)
-    before = [call.detail for call in own if call.number < number and (call.op, call.where) == (last.op, last.where)]
+    of_group = [call for call in calls if call.group == group]
+    last = next(call for call in of_group if call.number == number)
+    before = [
+        call.detail for call in of_group if call.number < number and (call.op, call.where) == (last.op, last.where)
+    ]
     return last if before and last.detail not in before else None
 
 
@@ -251,18 +257,18 @@ def _innocence(rank: RankCalls | None) -> tuple[bool, bool, int]:
 def _absence(call: Call, entered: Sequence[int], guilty: RankCalls | None) -> str:
     position = guilty.position if guilty is not None else ""
     it_is = f"; it {position}" if position else ""
-    what = _numbered(call)
+    collective = _numbered(call)
     if guilty is None or not guilty.answered:
         wait = "waits" if len(entered) == 1 else "wait"
-        return f"does not answer{it_is}; {ranks_text(entered)} {wait} for it in {what} at {call.where}"
+        return f"does not answer{it_is}; {ranks_text(entered)} {wait} for it in {collective} at {call.where}"
     if call.peer is not None:
         missing = "recv" if call.op.startswith("send") else "send"
-        return f"has called no {missing} for {what} that {ranks_text(entered)} called at {call.where}{it_is}"
-    return f"never entered {what} that {ranks_text(entered)} entered at {call.where}{it_is}"
+        return f"has called no {missing} for {collective} that {ranks_text(entered)} called at {call.where}{it_is}"
+    return f"never entered {collective} that {ranks_text(entered)} entered at {call.where}{it_is}"
 
 
-def _bystanders(guilty: int, idle: Sequence[int], known: Mapping[int, RankCalls]) -> tuple[str, ...]:
-    rest = [rank for rank in idle if rank != guilty and not (rank in known and known[rank].waits)]
-    shown = [f"rank {rank} did not enter it either; it {known[rank].position}" for rank in rest if rank in known]
+def _bystanders(guilty: int, idle: Sequence[int], by_rank: Mapping[int, RankCalls]) -> tuple[str, ...]:
+    rest = [rank for rank in idle if rank != guilty and not (rank in by_rank and by_rank[rank].waits)]
+    lines = [f"rank {rank} did not enter it either; it {by_rank[rank].position}" for rank in rest if rank in by_rank]
     more = [f"and {len(rest) - _LISTED} more ranks"] if len(rest) > _LISTED else []
-    return (*shown[:_LISTED], *more)
+    return (*lines[:_LISTED], *more)

@@ -73,10 +73,10 @@ class RankCalls:
     position: str = ""
     """Where it is or how it ended, as the end of a sentence that begins with its name."""
 
-    def to_message(self, kept: int) -> dict[str, Any]:
-        """Return it as a message to another launcher, with at most `kept` of the latest calls in each group."""
+    def to_message(self, limit: int) -> dict[str, Any]:
+        """Return it as a message to another launcher, with at most `limit` of the latest calls in each group."""
         last = {call.group: call.number for call in self.calls}
-        recent = [vars(call) for call in self.calls if call.number > last[call.group] - kept]
+        recent = [vars(call) for call in self.calls if call.number > last[call.group] - limit]
         return {**vars(self), "calls": recent, "groups": {name: list(ranks) for name, ranks in self.groups.items()}}
 
     @classmethod

@@ -77,10 +77,10 @@ class Evidence:
 
     def describe(self, state: RankState) -> str:
         """Return how a rank ended, as the end of a sentence that begins with its name."""
-        found = self.of(state)
-        if found.record:
-            return f"raised {error_line(found.record['type'], found.record['message'])[:250]}"
-        return found.killed_for or how_it_ended(found.code)
+        end = self.of(state)
+        if end.record:
+            return f"raised {error_line(end.record['type'], end.record['message'])[:250]}"
+        return end.killed_for or how_it_ended(end.code)
 
     def find_failure(self, states: Sequence[RankState]) -> FailureReport:
         """Explain the failure of the guilty rank among those that failed or are about to."""
@@ -104,14 +104,14 @@ class Evidence:
 
     def collect_calls(self, states: Sequence[RankState], since: float) -> list[RankCalls]:
         """Return the records of collectives that ranks have written since a time, or before an error ended them."""
-        found = []
+        records = []
         for state in states:
             begin = 0.0 if self._is_suspect(state) else since
             calls = read_calls(self._spec.log_dir, state.slot, begin) or RankCalls(state.rank, answered=False)
             aborted = self._is_suspect(state) and self.of(state).has_mismatch and not calls.answered
             waits = not calls.answered and self._is_waiting(state)
-            found.append(dataclasses.replace(calls, aborted=aborted, waits=waits, position=self._whereabouts(state)))
-        return found
+            records.append(dataclasses.replace(calls, aborted=aborted, waits=waits, position=self._whereabouts(state)))
+        return records
 
     def has_answered(self, state: RankState, since: float) -> bool:
         """Whether a rank has written its stack and then its record since a time, or cannot."""
@@ -125,19 +125,19 @@ class Evidence:
 
     def _whereabouts(self, state: RankState) -> str:
         """Return where a rank is or how it ended, as the end of a sentence that begins with its name."""
-        found = self.of(state)
-        if found.record and state.slot not in self.late:
-            frames = [frame for line in reversed(found.record["traceback"]) if (frame := parse_frame(line)) is not None]
+        end = self.of(state)
+        if end.record and state.slot not in self.late:
+            frames = [frame for line in reversed(end.record["traceback"]) if (frame := parse_frame(line)) is not None]
             return self.describe(state) + (f" {describe_frames(frames)}" if frames else "")
         if state.alive:
             return f"is {self.position(state)}"
-        stack = main_stack("\n".join(found.log_tail)) if state.code == -signal.SIGABRT else []
+        stack = main_stack("\n".join(end.log_tail)) if state.code == -signal.SIGABRT else []
         return how_it_ended(state.code or 0) + (f" {describe_frames(stack)}" if stack else "")
 
     def explain_waiting(
         self, states: Sequence[RankState], blame: Blame | None, nodes: Sequence[str] | None
     ) -> FailureReport:
-        """Report why ranks waited; `nodes`: other machines without a heartbeat, None where there is one machine."""
+        """Report why ranks waited; `nodes`: other nodes without a heartbeat, None where there is one node."""
         silent = self.silent(states)
         if not self.only_waited(states):  # a rank has reported its cause meanwhile
             return self.find_failure(states)
@@ -151,12 +151,12 @@ class Evidence:
 
     def explain_blame(self, states: Sequence[RankState], blame: Blame) -> FailureReport:
         """Report the rank that a comparison of all ranks' collectives has found."""
-        found = self.find_failure(states)
+        failure = self.find_failure(states)
         guilty = next((state for state in states if state.rank == blame.rank), None)
-        verb = "gave up waiting" if reports_lost_peer(found.cause) else "reported"
-        raised = f"rank {found.rank} {verb}: {_raised(found.cause)}"
+        verb = "gave up waiting" if reports_lost_peer(failure.cause) else "reported"
+        raised = f"rank {failure.rank} {verb}: {_raised(failure.cause)}"
         hint = "The records of all ranks are in the .collectives.json files next to their logs."
-        facts = {"rank": blame.rank, "label": self._spec.label(blame.rank), "exit_code": found.exit_code}
+        facts = {"rank": blame.rank, "label": self._spec.label(blame.rank), "exit_code": failure.exit_code}
         return self._report(states, guilty, blame.cause, (*blame.details, raised), hint, **facts)
 
     def _report(
@@ -168,7 +168,7 @@ class Evidence:
         hint: str,
         **more: Any,
     ) -> FailureReport:
-        """Return the report about a rank of this machine; `guilty`: None where it is not one of this machine."""
+        """Return the report about a rank of this node; `guilty`: None where it is not one of this node."""
         facts: dict[str, Any] = {"exit_code": 1, "logs": str(self._spec.log_dir)}
         if guilty is not None:
             facts |= {"rank": guilty.rank, "label": guilty.label, "host": socket.gethostname()}
@@ -182,15 +182,15 @@ class Evidence:
 
     def explain_silence(self, states: Sequence[RankState], silent: Sequence[RankState]) -> FailureReport:
         """Name the rank that did not answer the others: one that is not waiting itself, and the furthest behind."""
-        found = self.find_failure(states)
+        failure = self.find_failure(states)
         positions = {state.rank: self.position(state) for state in silent}
         guilty = [state for state in silent if not is_waiting(stack_path(self._spec.log_dir, state.slot))]
         if not guilty:  # they wait for each other: show where
             waits = (f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
-            return dataclasses.replace(found, details=(*found.details, *waits))
+            return dataclasses.replace(failure, details=(*failure.details, *waits))
         first = min(guilty, key=lambda state: (self._step(state.slot) or 0, state.rank))
         others = [rank for rank in positions if rank != first.rank]
-        lines = [f"rank {found.rank} gave up waiting: {_raised(found.cause)}"]
+        lines = [f"rank {failure.rank} gave up waiting: {_raised(failure.cause)}"]
         lines += [f"rank {rank} has not answered either: it is {positions[rank]}" for rank in others]
         return self._report(states, first, f"has not answered: it is {positions[first.rank]}", lines, _SEE_STACK)
 
@@ -230,8 +230,8 @@ class Evidence:
         self, states: Sequence[RankState], nodes: Sequence[str], blame: Blame | None = None
     ) -> FailureReport:
         """Name the nodes without a heartbeat; where there are none, say that the cause is on another node."""
-        found = self.find_failure(states)
-        lines = [f"rank {found.rank} here gave up waiting: {_raised(found.cause)}"]
+        failure = self.find_failure(states)
+        lines = [f"rank {failure.rank} here gave up waiting: {_raised(failure.cause)}"]
         lines += [str(blame)] if blame is not None else []
         if nodes:
             lost = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
@@ -239,7 +239,7 @@ class Evidence:
         else:
             cause = "a rank of another node was lost or did not answer"
         hint = "Look at the output of the launcher there, and at the network between the nodes."
-        return FailureReport(cause=cause, details=tuple(lines), exit_code=1, hint=hint, logs=found.logs)
+        return FailureReport(cause=cause, details=tuple(lines), exit_code=1, hint=hint, logs=failure.logs)
 
     def position(self, state: RankState) -> str:
         """Say where a rank is, from the stack that it wrote last."""

@@ -57,11 +57,11 @@ class RankExit:
         """Whether it reports that the ranks called different collectives."""
         return self._reports(reports_mismatch)
 
-    def _reports(self, what: Callable[[str], bool]) -> bool:
+    def _reports(self, matches: Callable[[str], bool]) -> bool:
         if self.record:
-            return self.record.get("of_collectives", True) and what(self.record["message"])
+            return self.record.get("of_collectives", True) and matches(self.record["message"])
         # A thread of a library aborts the process without an exception of Python's.
-        return self.code == -6 and any(what(line) for line in self.log_tail)
+        return self.code == -6 and any(matches(line) for line in self.log_tail)
 
 
 def find_first_cause(exits: Sequence[RankExit]) -> RankExit:
@@ -132,7 +132,7 @@ _PLUMBING = ("/torch/nn/modules/module.py", "/torch/nn/parallel/distributed.py")
 
 def _without_plumbing(lines: list[str]) -> list[str]:
     """Leave out the frames with which torch calls a module's forward, unless nothing else would be left."""
-    kept: list[str] = []
+    users: list[str] = []
     dropping = False
     for line in lines:
         if line.startswith('  File "'):
@@ -140,8 +140,8 @@ def _without_plumbing(lines: list[str]) -> list[str]:
         elif not line.startswith("    "):
             dropping = False
         if not dropping:
-            kept.append(line)
-    return kept if any(line.startswith("  File") for line in kept) else lines
+            users.append(line)
+    return users if any(line.startswith("  File") for line in users) else lines
 
 
 def _with_sources(lines: list[str]) -> list[str]:
@@ -198,11 +198,11 @@ def _killed(ended: RankExit, killed_for_memory: bool, bill: MemoryBreakdown | No
         cause = "was killed by SIGKILL: another process sent it, or memory ran out where this process cannot see it"
         return cause, (), f"If it was memory: {less[0].lower()}{less[1:]}"
     try:
-        known = signal.Signals(number)
+        crash = signal.Signals(number)
     except ValueError:
         return f"was killed by signal {number}", _log_end(ended), ""
-    if known not in _CRASHES:
-        return f"was killed by {known.name}, which another process sent", _log_end(ended), ""
+    if crash not in _CRASHES:
+        return f"was killed by {crash.name}, which another process sent", _log_end(ended), ""
     stack = main_stack("\n".join(ended.log_tail))
     python_stack = ("Python stack, innermost first:", *(f"  {frame}" for frame in stack[:_LOG_LINES]))
-    return _CRASHES[known], python_stack if stack else _log_end(ended), ""
+    return _CRASHES[crash], python_stack if stack else _log_end(ended), ""

@@ -1,4 +1,4 @@
-"""Ask all ranks for their collectives and stacks, also those of other machines, and find the cause of a failure."""
+"""Ask all ranks for their collectives and stacks, also those of other nodes, and find the cause of a failure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ANSWER_SECONDS = 1.0
 _STACK_SECONDS = 0.3
 """How long such a rank may then take to write the stack of its main thread."""
 _NODES_SECONDS = 2.5
-"""How long other machines may take to send what their ranks have answered."""
+"""How long other nodes may take to send what their ranks have answered."""
 _SENT_CALLS = 64
-"""How many of the latest calls in each group go to another machine."""
+"""How many of the latest calls in each group go to another node."""
 _USUAL_STEPS = 20
 _REMOTE_SECONDS = 2.5
 """How much longer a lost connection is not taken for the cause with several nodes: until a lost node is known."""
@@ -36,9 +36,9 @@ _REMOTE_SECONDS = 2.5
 class _Question:
     then: list[Callable[[Blame | None], None]]
     number: int = 0
-    """The number that other machines know it by."""
+    """The number that other nodes know it by."""
     answers: dict[int, list[RankCalls]] = field(default_factory=dict)
-    """By machine."""
+    """By node."""
 
 
 class Inquiry:
@@ -49,7 +49,7 @@ class Inquiry:
         self._remote: _Question | None = None
 
     def find_blame(self, then: Callable[[Blame | None], None]) -> None:
-        """Ask the ranks of all machines, and call `then` with the rank to blame."""
+        """Ask the ranks of all nodes, and call `then` with the rank to blame."""
         if not self._context.rendezvous.has_other_nodes:
             self.ask_ranks(lambda calls: then(find_blame(calls)))
             return
@@ -63,40 +63,40 @@ class Inquiry:
     def ask_ranks(
         self, then: Callable[[list[RankCalls]], None], ranks: list[RankState] | None = None, *, insist: bool = True
     ) -> None:
-        """Ask ranks of this machine for stacks and records; with `insist` one that holds the lock for its stack."""
-        asked = time.time()
+        """Ask ranks of this node for stacks and records; with `insist` one that holds the lock for its stack."""
+        began = time.time()
         states = self._context.group.states if ranks is None else ranks
         self._context.group.signal(ASK, [state for state in states if state.alive])
 
         def poll(deadline: float, *, insisted: bool) -> None:
-            due = [state for state in states if not self._evidence.has_answered(state, asked)]
+            due = [state for state in states if not self._evidence.has_answered(state, began)]
             if due and time.time() < deadline:
                 self._context.later(_POLL_SECONDS, lambda: poll(deadline, insisted=insisted))
             elif due and not insisted:
                 self._context.group.signal(signal.SIGQUIT, due)
                 self._context.later(_STACK_SECONDS, lambda: poll(0.0, insisted=True))
             else:
-                then(self._evidence.collect_calls(states, asked))
+                then(self._evidence.collect_calls(states, began))
 
-        poll(asked + _ANSWER_SECONDS, insisted=not insist)
+        poll(began + _ANSWER_SECONDS, insisted=not insist)
 
-    # --- several machines ---------------------------------------------------------------------------------------
+    # --- several nodes ---------------------------------------------------------------------------------------
 
-    def take_question(self, number: int, own: bool) -> None:
-        """Answer a question of this or another machine."""
-        if own and self._remote is not None:
+    def take_question(self, number: int, is_ours: bool) -> None:
+        """Answer a question of this or another node."""
+        if is_ours and self._remote is not None:
             self._remote.number = number
 
         def answer(calls: list[RankCalls]) -> None:
-            self._context.rendezvous.send_calls(number, [each.to_message(_SENT_CALLS) for each in calls])
-            if own:
+            self._context.rendezvous.send_calls(number, [record.to_message(_SENT_CALLS) for record in calls])
+            if is_ours:
                 self._take(number, self._context.node.node_rank, calls)
 
         self.ask_ranks(answer)
 
     def take_answer(self, message: dict[str, Any]) -> None:
-        """Take what the ranks of another machine have answered."""
-        self._take(message["number"], message["from"], [RankCalls.from_message(each) for each in message["calls"]])
+        """Take what the ranks of another node have answered."""
+        self._take(message["number"], message["from"], [RankCalls.from_message(record) for record in message["calls"]])
 
     def _take(self, number: int, node_rank: int, calls: list[RankCalls]) -> None:
         if (question := self._remote) is not None and question.number == number:
@@ -107,9 +107,9 @@ class Inquiry:
     def _finish(self, question: _Question) -> None:
         if self._remote is question:
             self._remote = None
-            found = find_blame([each for calls in question.answers.values() for each in calls])
+            blame = find_blame([record for calls in question.answers.values() for record in calls])
             for then in question.then:
-                then(found)
+                then(blame)
 
 
 class StallNotice:
@@ -130,7 +130,7 @@ class StallNotice:
         return self._next if self._limit else None
 
     def check(self, now: float) -> None:
-        """Ask the ranks of this machine, where they have made no progress for long."""
+        """Ask the ranks of this node, where they have made no progress for long."""
         if not self._limit or now < self._next:
             return
         self._next = now + self._limit / 2
@@ -142,7 +142,7 @@ class StallNotice:
 
     def _judge(self, calls: list[RankCalls], limit: float) -> None:
         """Compare all ranks where one has waited too long, except in a call that has been reported."""
-        pending = [call.began for each in calls for call in each.calls if not call.done]
+        pending = [call.began for record in calls for call in record.calls if not call.done]
         if pending and self._reported < min(pending) < time.time() - limit:
             self._inquiry.find_blame(self._report)
 
@@ -222,7 +222,7 @@ class Diagnosis:
             self.inquiry.find_blame(self.report)
 
     def take_silent_nodes(self, hosts: list[str]) -> None:
-        """Note which machines have no heartbeat at present."""
+        """Note which nodes have no heartbeat at present."""
         self._silent_nodes = hosts
 
     def report(self, blame: Blame | None) -> None:

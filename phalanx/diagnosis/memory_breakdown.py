@@ -37,8 +37,8 @@ def optimizer_states(name: str, momentum: float = 0.9) -> float:
     adamw8bit keeps two of 8 bits, and for each 32 of them a scale in fp32: 2 + 8/32 bytes.
     """
     extra = int(momentum > 0)
-    own = {"sgd": extra, "lars": 1, "rmsprop": 1 + extra, "adagrad": 1, "adamw8bit": (2 + 8 / 32) / 4}
-    return own.get(name.lower(), 2)
+    values = {"sgd": extra, "lars": 1, "rmsprop": 1 + extra, "adagrad": 1, "adamw8bit": (2 + 8 / 32) / 4}
+    return values.get(name.lower(), 2)
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class MemoryBreakdown:
     @property
     def rows(self) -> list[tuple[str, str, str]]:
         """The breakdown as rows of a table."""
-        seen = "" if self.activations else "not measured before the end of a step"
+        note = "" if self.activations else "not measured before the end of a step"
         return [
             ("parameters", size(self.parameters), ""),
             ("gradients", size(self.gradients), ""),
             ("optimizer states", size(self.optimizer), ""),
-            ("activations", size(self.activations) if self.activations else "?", seen),
+            ("activations", size(self.activations) if self.activations else "?", note),
             *([("interpreter, libraries, data", size(self.other), "before training")] if self.other else []),
         ]
 
@@ -119,8 +119,8 @@ class MemoryBreakdown:
         elif facts_of(self.strategy).shards:
             changes.append(MemoryChange("offload='cpu'", states, "states travel to the device in every step"))
         enough = [change for change in changes if change.saves >= needed > 0]
-        shown = changes[:_CHANGES]
-        return [*shown[: _CHANGES - 1], enough[0]] if enough and not set(enough) & set(shown) else shown
+        listed = changes[:_CHANGES]
+        return [*listed[: _CHANGES - 1], enough[0]] if enough and not set(enough) & set(listed) else listed
 
     def lines(self, needed: float = 0.0) -> list[str]:
         """Return the breakdown, what grew, and what to change, as lines for the user."""

@@ -19,15 +19,15 @@ _REMEDIES = "Lower learning_rate, set gradient_clipping, or on_nonfinite='skip';
 _KINDS = ("nan in its inputs", "infinity in its inputs", "nan in its targets", "infinity in its targets")
 
 
-def nonfinite_error(state: TrainState, what: str, step: int | None, path: str | None) -> NonFiniteLossError:
+def nonfinite_error(state: TrainState, problem: str, step: int | None, path: str | None) -> NonFiniteLossError:
     """Report that the run failed, and return the error to raise; all ranks call this.
 
     `step`: that of the loss, whose batch is read again. `path`: the last checkpoint.
     """
     data, hint = ("", _REMEDIES) if step is None else _look_at_data(state, step)
     last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
-    state.report.ended("failed", f"{what}{data}", state.step, path)
-    return NonFiniteLossError(f"{what}{data}; {last}", hint=hint)
+    state.report.ended("failed", f"{problem}{data}", state.step, path)
+    return NonFiniteLossError(f"{problem}{data}; {last}", hint=hint)
 
 
 def give_back(state: TrainState, path: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,10 @@ from phalanx.errors import NonFiniteLossError
 from phalanx.loop.hooks import Callback
 from phalanx.loop.step_info import StepInfo
 from phalanx.strategies.base import local
+
+if TYPE_CHECKING:
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
 
 _SPIKE = 1000.0
 """An output that is larger than the usual one by this factor is reported."""
@@ -34,19 +38,19 @@ class NumberWatch(Callback):
         self._step = 0
         self._last_gradient = ""
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Watch the user's model; a module with children is watched after them."""
-        self._trainer, self._step = trainer, trainer.step + 1
+        self._loop, self._step = cast("TrainLoop", trainer), trainer.step + 1
         self._checks_gradients = trainer.formation.precision.name != "fp16"
         for name, module in trainer.formation.unwrap(trainer.model).named_modules():
             label = f"{name or 'the model'} ({type(module).__name__})"
             self._handles.append(module.register_forward_hook(self._hook(label)))
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Count steps, for the message."""
         self._step, self._last_gradient = info.step + 1, ""
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
@@ -66,11 +70,11 @@ class NumberWatch(Callback):
         if not torch.isfinite(torch.tensor(largest)):
             self._stop(f"{label} produced {_described(output)} in the forward pass{self._from(module, inputs)}")
         count, usual = self._usual.get(label, (0, 0.0))
-        if self._trainer.model.training and label not in self._spikes:
+        if self._loop.model.training and label not in self._spikes:
             if count >= _USUAL_STEPS and largest > _SPIKE * usual > 0:
                 self._spikes.add(label)
                 text = f"{label} produced {largest:.4g}, usually {usual:.4g}{self._from(module, inputs)}"
-                self._trainer.report.say(f"{self._place}: {text}", "warning")
+                self._loop.report.say(f"{self._place}: {text}", "warning")
             self._usual[label] = (count + 1, max(usual, largest) if count < _USUAL_STEPS else usual)
 
     def _check_gradient(self, label: str, gradient: torch.Tensor) -> None:
@@ -96,10 +100,10 @@ class NumberWatch(Callback):
 
     @property
     def _place(self) -> str:
-        return f"step {self._step}, rank {self._trainer.formation.rank}"
+        return f"step {self._step}, rank {self._loop.formation.rank}"
 
     def _stop(self, text: str) -> None:
-        self.on_fit_end(self._trainer)
+        self.on_fit_end(self._loop)
         raise NonFiniteLossError(
             f"{self._place}: {text}.",
             hint="Where its inputs are finite, the module itself is the cause (a division, a logarithm, an overflow of "

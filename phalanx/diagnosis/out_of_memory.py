@@ -45,7 +45,7 @@ class MemoryWatch(Callback):
         self._trainer = trainer
         self._on_cuda = trainer.formation.device.type == "cuda"
         self._before = 0.0 if self._on_cuda else _resident()
-        self._held: tuple[tuple[int, float], ...] = ()
+        self._memory_at: tuple[tuple[int, float], ...] = ()
         self._steps, self._due = 0, 0.0
         self._write()
 
@@ -56,7 +56,7 @@ class MemoryWatch(Callback):
         if is_power or time.monotonic() >= self._due:
             self._due = time.monotonic() + _EVERY
             memory = torch.cuda.memory_allocated(trainer.formation.device) if self._on_cuda else _resident()
-            self._held = (*self._held[:1], (info.step, float(memory)))
+            self._memory_at = (*self._memory_at[:1], (info.step, float(memory)))
             self._write()
 
     def breakdown(self) -> MemoryBreakdown:
@@ -89,7 +89,9 @@ class MemoryWatch(Callback):
             parameters=weights,
             gradients=gradients,
             optimizer=states or expected,
-            activations=max(0.0, total - weights - max(present, gradients + states if self._held else 0.0) - other),
+            activations=max(
+                0.0, total - weights - max(present, gradients + states if self._memory_at else 0.0) - other
+            ),
             other=max(0.0, other),
             ranks=formation.world_size,
             local_ranks=local,
@@ -99,7 +101,7 @@ class MemoryWatch(Callback):
             accumulation=layout.accumulation,
             recomputes=config.recompute is not None,
             blocks=len(find_blocks(model)),
-            held=self._held,
+            held=self._memory_at,
         )
 
     def explained(self, error: Exception) -> Exception:
@@ -108,13 +110,13 @@ class MemoryWatch(Callback):
         if not (is_cuda or "DefaultCPUAllocator: " in str(error)) or not hasattr(self, "_trainer"):
             return error
         match = _ASKED.search(str(error))
-        asked = float(match[1]) * _UNITS[match[2]] if match else 0.0
+        nbytes = float(match[1]) * _UNITS[match[2]] if match else 0.0
         where = self._where(error.__traceback__)
-        what = f"out of memory in {self._trainer.formation.clock.phase}{where}"
-        if asked:
-            what += f": {size(asked)} more were asked for"
+        text = f"out of memory in {self._trainer.formation.clock.phase}{where}"
+        if nbytes:
+            text += f": {size(nbytes)} more were asked for"
         kind = _DeviceOutOfMemory if is_cuda else OutOfMemoryError
-        return kind("\n".join([what, *self.breakdown().lines(asked)]), hint=first_line(error))
+        return kind("\n".join([text, *self.breakdown().lines(nbytes)]), hint=first_line(error))
 
     def _where(self, frames: TracebackType | None) -> str:
         """Return the innermost module that was running, and the line that it was at."""

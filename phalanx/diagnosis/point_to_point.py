@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from time import time as now
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from phalanx.diagnosis.records import Joined
 from phalanx.observe.call_ring import CallRing, PairCalls, call_ring
+from phalanx.torch_compat import source_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +53,6 @@ class _Recorder:
 
     def wrap_start(self, name: str) -> None:
         """Record the messages that a method of process groups sends or requests."""
-        import torch.distributed as dist
-
         original, pairs, works = getattr(dist.ProcessGroup, name), self._pairs, self._works
         op, reference, counts = name[:4], weakref.ref, Joined.messages
 
@@ -77,16 +78,14 @@ class _Recorder:
 
     def wrap_wait(self) -> None:
         """Note which messages are waited for; one whose wait fails stays noted."""
-        import torch.distributed as dist
-
         original, works = dist.Work.wait, self._works
 
         @functools.wraps(original)
         def wait(work: Work, *args: Any, **kwargs: Any) -> bool:
-            found = works.pop(id(work), None)
-            if found is None or found[0]() is not work:
+            message = works.pop(id(work), None)
+            if message is None or message[0]() is not work:
                 return original(work, *args, **kwargs)
-            _, pair, number, group = found
+            _, pair, number, group = message
             pair.waits[number] = now()
             done = original(work, *args, **kwargs)
             del pair.waits[number]
@@ -98,19 +97,15 @@ class _Recorder:
 
     def _count_source(self, work: Work, group: ProcessGroup, pair: PairCalls) -> None:
         """Count a message of any rank with those of the rank that has sent it."""
-        from phalanx.torch_records import source_rank
-
         source, tag = source_rank(work), int(pair.name.rpartition(" ")[2])
-        found = self._pairs.get((id(group), "recv", source, tag)) or self._add(group, "recv", source, tag)
-        found.begin((), "")
+        calls = self._pairs.get((id(group), "recv", source, tag)) or self._add(group, "recv", source, tag)
+        calls.begin((), "")
 
     def _add(self, group: ProcessGroup, op: str, other: int, tag: int) -> PairCalls:
         """Begin to record the messages to or from a rank of a group, until the group is freed."""
-        import torch.distributed as dist
-
-        own, members = dist.get_rank(), dist.get_process_group_ranks(group)
+        rank, members = dist.get_rank(), dist.get_process_group_ranks(group)
         peer = _ANY if other == _ANY else members[other]
-        sender, receiver = (own, peer) if op == "send" else (peer, own)
+        sender, receiver = (rank, peer) if op == "send" else (peer, rank)
         whom = "any rank" if peer == _ANY else f"rank {peer}"
         text = f"{op} {'to' if op == 'send' else 'from'} {whom}{f' with tag {tag}' if tag else ''}"
         ends = members if peer == _ANY else [sender, receiver]

@@ -51,7 +51,7 @@ class Joined:
 
 def read_calls_here() -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
     """Return the calls of this process, the oldest first, and the ranks of each group by its name."""
-    from phalanx.torch_records import flight_records, group_ranks
+    from phalanx.torch_compat import flight_records, group_ranks
 
     calls, groups = to_calls(flight_records(), group_ranks(), Joined.messages)
     ring = call_ring()
@@ -69,37 +69,39 @@ def to_calls(
     """
     current = [record for record in with_batch_ends(records) if began(record) >= Joined.at]
     calls = [to_call(record) for record in current if not record["is_p2p"]]
-    found = {name: list(ranks) for name, ranks in groups.items()}
-    left = Counter(messages)
+    members_of = {name: list(ranks) for name, ranks in groups.items()}
+    remaining = Counter(messages)
     for record in reversed(current):
         match = _MESSAGE.fullmatch(record["profiling_name"])
         members = groups.get(record["process_group"][0])
         if match is None or members is None:
             continue
-        op, own, peer = match[1], members[int(match[2])], members[int(match[3])]
-        ends = [own, peer] if op == "send" else [peer, own]
+        op, rank, peer = match[1], members[int(match[2])], members[int(match[3])]
+        ends = [rank, peer] if op == "send" else [peer, rank]
         key = (record["process_group"][0], op, int(match[3]))
         name = f"{key[0]} {ends[0]}>{ends[1]} nccl"
-        found[name] = ends
+        members_of[name] = ends
         text = f"{op} {'to' if op == 'send' else 'from'} rank {peer}"
-        calls.append({**to_call(record), "group": name, "number": left[key], "op": text, "bucket": 0, "peer": peer})
-        left[key] -= 1
-    return _number_buckets(calls), found
+        calls.append(
+            {**to_call(record), "group": name, "number": remaining[key], "op": text, "bucket": 0, "peer": peer}
+        )
+        remaining[key] -= 1
+    return _number_buckets(calls), members_of
 
 
 def with_batch_ends(records: Sequence[Record]) -> list[Record]:
     """Give each message of a batch the batch's end: torch notes that in one more record, which is left out."""
     ends = {_batch(record): record for record in records if record["profiling_name"].endswith("coalesced")}
     messages = {_batch(record) for record in records if record["is_p2p"] and ends.get(_batch(record)) is not record}
-    kept: list[Record] = []
+    messages_done: list[Record] = []
     for record in records:
         batch = _batch(record)
         end = ends.get(batch, record)
         if end is not record and record["is_p2p"]:
-            kept.append({**record, **{name: end[name] for name in ("retired", "state", "time_created_ns")}})
+            messages_done.append({**record, **{name: end[name] for name in ("retired", "state", "time_created_ns")}})
         elif end is record and (batch not in ends or batch not in messages):  # collectives of a batch are one
-            kept.append(record)
-    return kept
+            messages_done.append(record)
+    return messages_done
 
 
 def _batch(record: Record) -> tuple[str, int, int]:
@@ -113,7 +115,7 @@ def began(record: Record) -> float:
 
 def to_call(record: Record) -> dict[str, Any]:
     """Return one record as a call."""
-    from phalanx.torch_records import is_done
+    from phalanx.torch_compat import is_done
 
     shapes = ", ".join(f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})" for shape in record["input_sizes"])
     dtypes = ", ".join(dict.fromkeys(_DTYPES.get(name, name) for name in record["input_dtypes"]))
@@ -124,11 +126,11 @@ def to_call(record: Record) -> dict[str, Any]:
         "number": record["collective_seq_id"],
         "op": record["profiling_name"].partition(":")[2],
         "detail": f"{shapes} {dtypes}".strip(),
-        "where": "a backward pass" if in_thread else pick_line((each["filename"], each["line"]) for each in frames),
+        "where": "a backward pass" if in_thread else pick_line((frame["filename"], frame["line"]) for frame in frames),
         "began": began(record),
         "done": is_done(record),
         # DDP calls from C++, which the backward pass has called: no frame of Python is between them.
-        "bucket": int(in_thread or any(each["name"] == "_engine_run_backward" for each in frames[:1])),
+        "bucket": int(in_thread or any(frame["name"] == "_engine_run_backward" for frame in frames[:1])),
     }
 
 
@@ -162,22 +164,22 @@ class OverdueWatch:
         self._reported = ""
         self._progress = b""
         self._skipped = 0
-        self._place: tuple[int, int] | None = None
+        self._position: tuple[int, int] | None = None
         self._since = 0.0
 
     def check(self) -> bool:
         """Report the oldest operation that is late, once; return True."""
         dist = getattr(sys.modules.get("torch"), "distributed", None)
-        known = dist is not None and dist.is_available() and dist.is_initialized()
-        found = self.find(time.time()) if known else ""
-        if found and found != self._reported:
-            self._reported = found
-            announce("overdue", self._slot, found)
+        is_ready = dist is not None and dist.is_available() and dist.is_initialized()
+        overdue = self.find(time.time()) if is_ready else ""
+        if overdue and overdue != self._reported:
+            self._reported = overdue
+            announce("overdue", self._slot, overdue)
         return True
 
     def find(self, now: float) -> str:
         """Say which operation is late, in words by which the launcher knows a timeout; empty where none is."""
-        from phalanx.torch_records import has_backend, recorded_progress, unfinished_records
+        from phalanx.torch_compat import has_backend, recorded_progress, unfinished_records
 
         if not has_backend(self._backend) or self._makes_progress(recorded_progress()):
             return ""
@@ -188,7 +190,7 @@ class OverdueWatch:
         """Whether operations were queued or ended since the last look, and all were looked at not long ago."""
         changed, self._progress = progress != self._progress, progress
         if changed:
-            self._place = None
+            self._position = None
             self._skipped += 1
         skips = changed and self._skipped <= _MOST_SKIPPED
         if not skips:
@@ -196,28 +198,28 @@ class OverdueWatch:
         return skips
 
     def _describe(self, now: float) -> str:
-        from phalanx.torch_records import flight_records, is_done
+        from phalanx.torch_compat import flight_records, is_done
 
-        late = [each for each in with_batch_ends(flight_records()) if not is_done(each) and _is_late(each, now)]
-        own = [each for each in late if each["profiling_name"].startswith(f"{self._backend}:")]
-        if not own:  # the messages of a batch that has ended
+        late = [record for record in with_batch_ends(flight_records()) if not is_done(record) and _is_late(record, now)]
+        of_backend = [record for record in late if record["profiling_name"].startswith(f"{self._backend}:")]
+        if not of_backend:  # the messages of a batch that has ended
             return ""
-        first = min(own, key=began)
+        first = min(of_backend, key=began)
         call = to_call(first)
-        what = f"{call['op']} of {call['detail']}" if call["detail"] else call["op"]
-        return self._text(first["timeout_ms"] / 1e3, f"{what} at {call['where']}")
+        operation = f"{call['op']} of {call['detail']}" if call["detail"] else call["op"]
+        return self._text(first["timeout_ms"] / 1e3, f"{operation} at {call['where']}")
 
     def _blocked(self, now: float) -> str:
         """Say where the main thread has been in one call of torch.distributed for as long as the timeout."""
-        from phalanx.torch_records import group_timeout
+        from phalanx.torch_compat import group_timeout
 
         frame = _distributed_frame(sys._current_frames().get(threading.main_thread().ident or 0))
-        place = None if frame is None else (id(frame), frame.f_lasti)
-        if frame is None or place != self._place:
-            self._place, self._since = place, now
+        position = None if frame is None else (id(frame), frame.f_lasti)
+        if frame is None or position != self._position:
+            self._position, self._since = position, now
             return ""
-        known = frame.f_locals
-        limit = group_timeout(self._backend, known.get("group", known.get("process_group")))
+        variables = frame.f_locals
+        limit = group_timeout(self._backend, variables.get("group", variables.get("process_group")))
         if limit is None or now - self._since < limit:
             return ""
         stack = []
@@ -227,8 +229,8 @@ class OverdueWatch:
             walked = walked.f_back
         return self._text(limit, f"{frame.f_code.co_name} at {pick_line(stack)}")
 
-    def _text(self, seconds: float, what: str) -> str:
-        return f"Timed out waiting {seconds:g} s for an operation over {self._backend}: {what}"
+    def _text(self, seconds: float, operation: str) -> str:
+        return f"Timed out waiting {seconds:g} s for an operation over {self._backend}: {operation}"
 
 
 def _is_late(record: Any, now: float) -> bool:

@@ -38,7 +38,7 @@ class Frame:
         return is_users(self.file)
 
 
-_RECORDER = os.path.join("phalanx", "launch", "point_to_point.py")
+_RECORDER = os.path.join("phalanx", "diagnosis", "point_to_point.py")
 _WAITING = (
     _RECORDER,
     os.path.join("torch", "distributed", "distributed_c10d.py"),
@@ -111,8 +111,8 @@ def main_stack(text: str) -> list[Frame]:
 def latest_dump(text: str, threads: bool) -> str:
     """Return the stack of the main thread in the latest dump of `text`, or of all threads, for a reader."""
     if not threads:
-        shown = _without_recorder(main_stack(text))
-        return "\n".join(f"  {frame.file}:{frame.line} in {frame.function}" for frame in shown)
+        frames = _without_recorder(main_stack(text))
+        return "\n".join(f"  {frame.file}:{frame.line} in {frame.function}" for frame in frames)
     latest = text[max(0, *(text.rfind(begin) for begin in _MAIN_BEGINS)) :]
     return "\n".join(f"  {line}" for line in latest.strip().splitlines())
 
@@ -131,11 +131,11 @@ def _without_recorder(frames: list[Frame]) -> list[Frame]:
 def describe_frames(frames: list[Frame]) -> str:
     """Say where the innermost line of the user's code, else of Phalanx is, and which library call it made."""
     frames = _without_recorder(frames)
-    own = next((frame for frame in frames if frame.is_users), None)
-    own = own or next((frame for frame in frames if is_loops(frame.file)), None)
-    if own is None or own == frames[0]:
+    innermost = next((frame for frame in frames if frame.is_users), None)
+    innermost = innermost or next((frame for frame in frames if is_loops(frame.file)), None)
+    if innermost is None or innermost == frames[0]:
         return f"at {frames[0]}"
-    return f"at {own} (in {frames[0].function}, {Path(frames[0].file).name}:{frames[0].line})"
+    return f"at {innermost} (in {frames[0].function}, {Path(frames[0].file).name}:{frames[0].line})"
 
 
 def _read(path: Path) -> list[Frame]:

@@ -48,12 +48,12 @@ def default_interface() -> str | None:
     return None if address is None else _card_with(address)
 
 
-def own_address(master: str, *, one_machine: bool = False) -> str:
+def own_address(master: str, *, one_node: bool = False) -> str:
     """Return this machine's address as other ranks reach it: that of the card on the way to the master.
 
     Ranks of one machine use loopback.
     """
-    if one_machine or is_loopback(master):
+    if one_node or is_loopback(master):
         return LOOPBACK
     address = _address_towards(master)
     if address is None or ipaddress.ip_address(address).is_loopback:  # this is the master, and its name misleads it too
@@ -89,8 +89,8 @@ def free_port(local_rank: int = 0) -> int:
 def _interface_to(master: str) -> str | None:
     """Return the card on the way to `master`, or None where the host's name is good or nothing better is known."""
     with contextlib.suppress(OSError):  # a name that cannot be resolved is no better than one for loopback
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
-        if not all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found):
+        entries = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        if not all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in entries):
             return None
     address = _address_towards(master)
     if address is None or ipaddress.ip_address(address).is_loopback:  # this is the master, and its name misleads it too

@@ -72,12 +72,12 @@ def writer_of(path: Path) -> int | None:
     is above a folder does not count: others can move the folder there, but what they put in its place is theirs.
     Raises OSError if there is no such file.
     """
-    place = path.resolve(strict=True)
-    status = place.stat()
-    found = [status] if stat.S_ISDIR(status.st_mode) else [place.parent.stat(), status]
-    users = {each.st_uid for each in found} - {0}
-    is_closed = not found[0].st_mode & 0o077  # others cannot even open what is inside
-    if len(users) > 1 or (not is_closed and any(is_writable_for_others(each) for each in found)):
+    target = path.resolve(strict=True)
+    status = target.stat()
+    statuses = [status] if stat.S_ISDIR(status.st_mode) else [target.parent.stat(), status]
+    users = {status_of_part.st_uid for status_of_part in statuses} - {0}
+    is_closed = not statuses[0].st_mode & 0o077  # others cannot even open what is inside
+    if len(users) > 1 or (not is_closed and any(is_writable_for_others(status_of_part) for status_of_part in statuses)):
         return None
     return users.pop() if users else 0
 
@@ -130,11 +130,11 @@ def _is_own_group(group: int, user: int) -> bool:
     if group == 0:
         return True
     try:
-        found = grp.getgrgid(group)
+        entry = grp.getgrgid(group)
         name = pwd.getpwuid(user).pw_name
     except KeyError:
         return False
-    return found.gr_name == name and not set(found.gr_mem) - {name}
+    return entry.gr_name == name and not set(entry.gr_mem) - {name}
 
 
 _PREFIX = "phalanx-"

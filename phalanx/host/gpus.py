@@ -60,8 +60,8 @@ def driver_version() -> str:
         if nvml is None:
             return "none"
         text = ctypes.create_string_buffer(_VERSION_BYTES)
-        found = nvml.nvmlSystemGetDriverVersion(text, _VERSION_BYTES) == _SUCCESS
-        return text.value.decode() if found else "unknown"
+        is_known = nvml.nvmlSystemGetDriverVersion(text, _VERSION_BYTES) == _SUCCESS
+        return text.value.decode() if is_known else "unknown"
 
 
 def ranks_per_gpu(ranks: int, gpus: int) -> int:
@@ -119,8 +119,8 @@ def _memory_of(nvml: ctypes.CDLL | None, entry: str) -> int:
 
 def _count(nvml: ctypes.CDLL | None) -> int:
     count = ctypes.c_uint(0)
-    found = nvml is not None and nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _SUCCESS
-    return count.value if found else 0
+    is_known = nvml is not None and nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _SUCCESS
+    return count.value if is_known else 0
 
 
 def count_visible(visible: str, installed: int) -> int:
@@ -133,14 +133,14 @@ def visible_gpus(visible: str, installed: int) -> list[str]:
 
     It stops at the first one that names no device, and at a repeated one.
     """
-    seen: dict[str, None] = {}
+    valid: dict[str, None] = {}
     for entry in (part.strip() for part in visible.split(",")):
         is_index = entry.isdecimal() and int(entry) < installed
         is_uuid = entry.startswith(("GPU-", "MIG-"))
-        if not (is_index or is_uuid) or entry in seen:
+        if not (is_index or is_uuid) or entry in valid:
             break
-        seen[entry] = None
-    return list(seen)
+        valid[entry] = None
+    return list(valid)
 
 
 class _Rates(ctypes.Structure):
@@ -171,8 +171,8 @@ class GpuSensor:
         self._handle = ctypes.c_void_p()
         self._nvml = _load_nvml()
         if self._nvml is not None:
-            found = self._nvml.nvmlDeviceGetHandleByPciBusId_v2(pci_address.encode(), ctypes.byref(self._handle))
-            self._nvml = self._nvml if found == _SUCCESS else None
+            status = self._nvml.nvmlDeviceGetHandleByPciBusId_v2(pci_address.encode(), ctypes.byref(self._handle))
+            self._nvml = self._nvml if status == _SUCCESS else None
 
     def read(self) -> GpuReading:
         """Read it; takes tens of microseconds."""

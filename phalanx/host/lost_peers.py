@@ -48,11 +48,11 @@ def reports_mismatch(text: str) -> bool:
 
 def lost_peers(error: BaseException) -> bool:
     """Whether an error, or an error that led to it, says that other ranks were lost."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if reports_lost_peer(str(seen)) and is_of_collectives(seen):
+    link: BaseException | None = error
+    while link is not None:
+        if reports_lost_peer(str(link)) and is_of_collectives(link):
             return True
-        seen = seen.__cause__ or seen.__context__
+        link = link.__cause__ or link.__context__
     return False
 
 

@@ -112,10 +112,10 @@ def cpu_seconds() -> float:
         if fields := stat_fields(pid):
             used[pid] = int(fields[11]) + int(fields[12])
             started.setdefault(int(fields[1]), []).append(pid)
-    found = [os.getpid()]
-    for pid in found:
-        found += started.get(pid, [])
-    return sum(used.get(pid, 0) for pid in found) / os.sysconf("SC_CLK_TCK") or time.process_time()
+    pids = [os.getpid()]
+    for pid in pids:
+        pids += started.get(pid, [])
+    return sum(used.get(pid, 0) for pid in pids) / os.sysconf("SC_CLK_TCK") or time.process_time()
 
 
 def kill_group(leader: int) -> None:
@@ -132,8 +132,8 @@ def how_it_ended(code: int) -> str:
     """Describe an exit code of `subprocess`, as the end of a sentence that begins with "the process"."""
     if code >= 0:
         return f"ended with exit code {code}"
-    known = {number.value: f"{number.name} (signal {number.value})" for number in signal.Signals}
-    return f"was killed by {known.get(-code, f'signal {-code}')}"
+    signals = {number.value: f"{number.name} (signal {number.value})" for number in signal.Signals}
+    return f"was killed by {signals.get(-code, f'signal {-code}')}"
 
 
 def send_signal(pid: int, number: int) -> None:
@@ -165,13 +165,13 @@ def memory_groups(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Iterator[Path
 
 def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """Return the bytes of memory that processes of this machine, or of this container, may use together."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for group in memory_groups(proc, cgroups):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError):
                 text = (group / name).read_text().strip()
-                found += [int(text)] if text.isdecimal() else []
-    return min(found)
+                limits += [int(text)] if text.isdecimal() else []
+    return min(limits)
 
 
 def oom_kills(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:

@@ -38,23 +38,23 @@ _WITH_FOLDERS = ("ssh", "sftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "ftp", "
 """Protocols whose folders must be made; in the others a folder is the beginning of names."""
 
 
-def is_url(given: str) -> bool:
+def is_url(place: str) -> bool:
     """Whether a place that a user gave is a URL, and not a path."""
-    return _URL.match(given) is not None
+    return _URL.match(place) is not None
 
 
-def as_path(given: str | Path) -> Path:
+def as_path(place: str | Path) -> Path:
     """Return the path that a user gave, a `RemotePath` for a URL; UsageError for an unknown protocol."""
-    if isinstance(given, Path):
-        return given
-    if not is_url(given):
-        return Path(given)
-    scheme, _, rest = given.partition("://")
+    if isinstance(place, Path):
+        return place
+    if not is_url(place):
+        return Path(place)
+    scheme, _, rest = place.partition("://")
     if scheme in ("file", "local"):
         return Path("/" + rest.lstrip("/"))
     if not rest.strip("/"):
-        raise UsageError(f"{given} names no folder", hint=f"Write {scheme}://bucket/folder")
-    path = RemotePath(given)
+        raise UsageError(f"{place} names no folder", hint=f"Write {scheme}://bucket/folder")
+    path = RemotePath(place)
     path.file_system  # noqa: B018  an unknown protocol and a missing package are reported here
     return path
 
@@ -101,9 +101,9 @@ class RemotePath(PosixPath):
             try:
                 return action(self.file_system, self._key)
             except Exception as error:  # every protocol has errors of its own
-                known = self.explained(error)
-                if pause is None or isinstance(known, _LASTING) or known.errno in _LASTING_CODES:
-                    raise known from error
+                explained = self.explained(error)
+                if pause is None or isinstance(explained, _LASTING) or explained.errno in _LASTING_CODES:
+                    raise explained from error
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 

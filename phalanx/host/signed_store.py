@@ -68,8 +68,8 @@ def _signed_store_class() -> Any:
 
         def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
             """Write a value where the key holds `expected` ("": nothing); return what it holds now."""
-            seen = self._sealed(key, expected) if expected else ""
-            return self._opened(key, self._inner.compare_set(key, seen, self._sealed(key, value)))
+            sealed = self._sealed(key, expected) if expected else ""
+            return self._opened(key, self._inner.compare_set(key, sealed, self._sealed(key, value)))
 
         def multi_get(self, keys: list[str]) -> list[bytes]:
             """Wait for several values, verify and return them."""

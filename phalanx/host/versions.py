@@ -19,21 +19,21 @@ NEWEST_TORCH = "2.15"
 
 def untested_torch(version: str | None) -> str:
     """Return the note about a torch that is newer than the newest tested; empty for any other."""
-    found = re.match(r"(\d+)\.(\d+)", version or "")
-    if found is None or (int(found[1]), int(found[2])) <= tuple(map(int, NEWEST_TORCH.split("."))):
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    if match is None or (int(match[1]), int(match[2])) <= tuple(map(int, NEWEST_TORCH.split("."))):
         return ""
     return f"torch {version} is newer than {NEWEST_TORCH}, the newest that Phalanx was tested with"
 
 
 def installed_packages() -> dict[str, str]:
     """Return the installed packages with their versions, by the names of their folders: nothing is read."""
-    found: dict[str, str] = {}
-    for place in sys.path:
+    versions: dict[str, str] = {}
+    for folder in sys.path:
         with suppress(OSError):
-            for name in os.listdir(place or "."):
+            for name in os.listdir(folder or "."):
                 if match := re.fullmatch(r"(.+?)-([^-]+)\.(?:dist-info|egg-info)", name):
-                    found.setdefault(match[1].replace("_", "-").lower(), match[2])  # the first one is imported
-    return dict(sorted(found.items()))
+                    versions.setdefault(match[1].replace("_", "-").lower(), match[2])  # the first one is imported
+    return dict(sorted(versions.items()))
 
 
 def cuda_of_torch() -> str | None:
@@ -45,8 +45,8 @@ def cuda_of_torch() -> str | None:
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", text, re.MULTILINE)
-    return None if found is None else found[1] or "none"
+    match = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", text, re.MULTILINE)
+    return None if match is None else match[1] or "none"
 
 
 def extras(installed: dict[str, str]) -> dict[str, list[str]]:
@@ -57,10 +57,10 @@ def extras(installed: dict[str, str]) -> dict[str, list[str]]:
         return {}
     missing: dict[str, list[str]] = {}
     for line in needed:
-        found = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", line)
-        if found is None or found[2] in _NOT_FOR_USERS or "platform_machine" in line:
+        match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", line)
+        if match is None or match[2] in _NOT_FOR_USERS or "platform_machine" in line:
             continue
-        lacking = missing.setdefault(found[2], [])
-        if (name := found[1].replace("_", "-").lower()) not in installed:
+        lacking = missing.setdefault(match[2], [])
+        if (name := match[1].replace("_", "-").lower()) not in installed:
             lacking.append(name)
     return missing

@@ -35,11 +35,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Wire):
         return encode(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return {name: _plain(each) for name, each in value.items()} if isinstance(value, Mapping) else value
+        return [_plain(item) for item in value]
+    return {name: _plain(item) for name, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _typed(value: Any) -> Any:
     if isinstance(value, dict):
-        return decode(value) if "kind" in value else {name: _typed(each) for name, each in value.items()}
-    return tuple(_typed(each) for each in value) if isinstance(value, list) else value
+        return decode(value) if "kind" in value else {name: _typed(item) for name, item in value.items()}
+    return tuple(_typed(item) for item in value) if isinstance(value, list) else value

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.checkpoint import collectives
 from phalanx.config import DistributedConfig
-from phalanx.config.settings import Watched, parse_metric
+from phalanx.config.settings import WatchedMetric, parse_metric
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.best_mark import Best, mark_best, read_mark
 from phalanx.observe.history import History
@@ -21,12 +21,14 @@ class MetricWatch:
     Metrics are equal on all ranks, so every rank comes to the same decision.
     """
 
-    def __init__(self, setting: str, watched: Watched, *, min_delta: float = 0.0, any_metric: bool = False) -> None:
+    def __init__(
+        self, setting: str, watched: WatchedMetric, *, min_delta: float = 0.0, any_metric: bool = False
+    ) -> None:
         """`any_metric`: where the metric is not measured, watch another one instead of raising."""
         self._setting = setting
         self._min_delta = min_delta
         self._any_metric = any_metric
-        self._asked = self.watched = watched
+        self._setting_metric = self.watched = watched
         self.value: float | None = None
         self.step: int | None = None
         self.since = 0
@@ -71,14 +73,14 @@ class MetricWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        state = {"asked": list(self._asked), "watched": list(self.watched)}
+        state = {"asked": list(self._setting_metric), "watched": list(self.watched)}
         return {**state, "value": self.value, "step": self.step, "since": self.since, "judged": self._judged}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
         """Continue after a resumption; a run that watches another metric begins anew."""
-        if state is None or Watched(*state["asked"]) != self._asked:
+        if state is None or WatchedMetric(*state["asked"]) != self._setting_metric:
             return False
-        self.watched = Watched(*state["watched"])
+        self.watched = WatchedMetric(*state["watched"])
         self.value, self.step, self.since = state["value"], state["step"], state["since"]
         self._judged = state["judged"]
         return True
@@ -151,8 +153,8 @@ class BestCheckpoint:
         return f"the best checkpoint, {name}, does not exist any more: the next evaluation is the best so far"
 
 
-def check_metrics(config: DistributedConfig, *, has_val: bool, known: Collection[str] | None = None) -> None:
-    """Raise for a metric of the validation data without such data, and for one that is not among the `known` ones."""
+def check_metrics(config: DistributedConfig, *, has_val: bool, names: Collection[str] | None = None) -> None:
+    """Raise for a metric of the validation data without such data, and for one that is not among the `names` ones."""
     best, stopping = config.best_metric, config.stopping_metric
     for setting, watched in (("keep_best", best), ("early_stopping", stopping), ("load_best_at_end", best)):
         chosen = getattr(config, setting)
@@ -164,9 +166,9 @@ def check_metrics(config: DistributedConfig, *, has_val: bool, known: Collection
                 f"{setting} = {chosen!r}, but there is no validation data",
                 hint=f"Give fit(train, val), or write {metric}='train/loss'.",
             )
-        if known is not None and watched.name not in known and chosen is not True and not watched.is_logged:
+        if names is not None and watched.name not in names and chosen is not True and not watched.is_logged:
             name = watched.name.removeprefix("val/")
             raise UsageError(
-                f"{setting}: {unknown_name('metric', watched.name, known)}",
+                f"{setting}: {unknown_name('metric', watched.name, names)}",
                 hint=f"For a value that you log: log it as '{name}', and write {setting}='{watched.mode}:{name}'.",
             )

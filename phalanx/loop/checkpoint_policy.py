@@ -36,7 +36,7 @@ class CheckpointPolicy:
     def check_directory(self) -> None:
         """Raise before training, not after hours, where checkpoints cannot be written.
 
-        Checkpoints that only serve restarts are left out, with a note, where some machine does not see the folder.
+        Checkpoints that only serve restarts are left out, with a note, where some node does not see the folder.
         """
         if self.directory is None:
             return
@@ -50,8 +50,8 @@ class CheckpointPolicy:
             formation.notes.append(f"checkpoints go to {self.directory} once per epoch: a restart resumes from there")
             return
         formation.notes.append(
-            f"no checkpoints, for some machine does not see {self.directory}: a restart begins at step 1. Set "
-            "checkpoint_dir to a folder that all machines share."
+            f"no checkpoints, for some node does not see {self.directory}: a restart begins at step 1. Set "
+            "checkpoint_dir to a folder that all nodes share."
         )
         self.directory = self.every = None
 

@@ -101,7 +101,7 @@ class RankChecks:
             raise StragglerError(f"too slow at step {step}: {finding.why}")
 
     def _hosts(self, ranks: Iterable[int]) -> str:
-        """Return on which machines ranks are; each wrote it into the store when the checks began."""
+        """Return on which nodes ranks are; each wrote it into the store when the checks began."""
         store = self._formation.world.store
         assert store is not None, "several ranks have a store"
         return ", ".join(f"rank {rank} is on {store.get(f'host/{rank}').decode()}" for rank in ranks)
@@ -119,8 +119,8 @@ class RankChecks:
 def compare_ranks(formation: Formation, model: nn.Module) -> None:
     """Raise where ranks that have formed a new group are not equal, and say in what; all ranks call this."""
     fingerprints = _comparable(formation, model)
-    for name, here in fingerprints.items():
-        everywhere = gather_to_all(here)
+    for name, fingerprint in fingerprints.items():
+        everywhere = gather_to_all(fingerprint)
         if (odd := next((rank for rank, theirs in enumerate(everywhere) if theirs != everywhere[0]), None)) is not None:
             values = f": rank 0 has {everywhere[0]}, rank {odd} {everywhere[odd]}"
             raise ReplicaError(

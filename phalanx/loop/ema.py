@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from phalanx import torch_compat, torch_compiler
+from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.strategies.base import local
 from phalanx.strategies.tensors import drop_gathered
@@ -30,7 +30,7 @@ class WeightAverage:
         trained = {
             name: p
             for name, p in model.named_parameters()
-            if p.requires_grad or torch_compiler.uncompiled_name(name) in self.other
+            if p.requires_grad or torch_compat.uncompiled_name(name) in self.other
         }
         buffers = {name: b for name, b in model.named_buffers() if name in saved_names and b.is_floating_point()}
         tensors = {**trained, **buffers}
@@ -40,24 +40,24 @@ class WeightAverage:
                 f"ema_decay averages weights in their own precision, which is too low: {low}",
                 hint="Keep the model in float32 and set mixed_precision='bf16', or leave ema_decay out.",
             )
-        before, names = self.other, [torch_compiler.uncompiled_name(name) for name in tensors]
+        before, names = self.other, [torch_compat.uncompiled_name(name) for name in tensors]
         self.other = {
             name: before.get(name, value.detach().clone()) for name, value in zip(names, tensors.values(), strict=True)
         }
         self._buffers = list(buffers.items())
-        self._here = [local(value.detach()) for value in tensors.values()]
-        self._there = [local(value) for value in self.other.values()]
+        self._weights = [local(value.detach()) for value in tensors.values()]
+        self._averages = [local(value) for value in self.other.values()]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the averages of parameters, which are equal on ranks that hold replicas."""
-        names = [torch_compiler.uncompiled_name(name) for name, _ in self._model.named_parameters()]
+        names = [torch_compat.uncompiled_name(name) for name, _ in self._model.named_parameters()]
         return {name: self.other[name] for name in names if name in self.other}
 
     def update(self, step: int) -> None:
         """Add the weights after an optimizer step. The first steps weigh more, so that a short run is not its start."""
         self._look_for_buffers()
         decay = min(self._decay, (1 + step) / (10 + step))
-        torch_compat.foreach_lerp_(self._there, self._here, 1.0 - decay)
+        torch_compat.foreach_lerp_(self._averages, self._weights, 1.0 - decay)
 
     def _look_for_buffers(self) -> None:
         """Find the buffers again where a module has put another tensor in the place of one."""
@@ -69,9 +69,9 @@ class WeightAverage:
         """Exchange the average and the model's weights, in place."""
         self._look_for_buffers()
         drop_gathered(self._model)  # else weights that were gathered in a forward pass would stay in use
-        for here, there in zip(self._here, self._there, strict=True):
-            before = here.clone()
-            here.copy_(there)
+        for weight, there in zip(self._weights, self._averages, strict=True):
+            before = weight.clone()
+            weight.copy_(there)
             there.copy_(before)
 
     @contextmanager
@@ -86,7 +86,7 @@ class WeightAverage:
     @torch.no_grad()
     def restart(self) -> None:
         """Begin again at the model's weights."""
-        torch_compat.foreach_copy_(self._there, self._here)
+        torch_compat.foreach_copy_(self._averages, self._weights)
 
     @torch.no_grad()
     def load(self, saved: dict[str, torch.Tensor]) -> None:

@@ -50,7 +50,9 @@ def kept_in_eval(model: nn.Module) -> str:
         return ""
     names = [name for name, module in model.named_modules() if not module.training and module.state_dict()]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"in eval mode, and stay so: {names[0]}{more} (model.train() before fit() trains all)" if names else ""
+    return (
+        f"modules left in eval mode: {names[0]}{more}; call model.train() before fit() to train them" if names else ""
+    )
 
 
 @torch.no_grad()
@@ -136,7 +138,7 @@ class Evaluation:
         with _as_before(own_metrics if task.metrics is None else task.metrics):
             measured = self._measured(batches, unclear)
         names = None if unclear else ["train/loss", *(f"val/{name}" for name in measured)]
-        check_metrics(state.config, has_val=True, known=names)
+        check_metrics(state.config, has_val=True, names=names)
 
     def _due(self) -> int:
         """Return how many evaluations should have been made by now; in samples, so equal with any number of ranks."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from phalanx import reliability
 from phalanx.errors import UsageError
@@ -28,7 +28,9 @@ from phalanx.reliability import AT_RANDOM, Fault, Mark, Marks
 from phalanx.world.abort import raise_if_aborted
 
 if TYPE_CHECKING:
+    from phalanx.loop.running_trainer import RunningTrainer
     from phalanx.loop.stopping import StopRequest
+    from phalanx.loop.train_loop import TrainLoop
 
 VARIABLE = "PHALANX_FAULTS"
 """Names the file of faults; marks are kept in a folder beside it."""
@@ -92,17 +94,17 @@ class FaultPlan(Callback):
         self.faults.append(Fault(kind, step, rank))
         return self
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Find out where it is noted which faults have happened; a new rank begins here too."""
         self._marks = Marks(self._folder or trainer.run_dir / "faults")
         self._before = time.monotonic()
 
-    def on_checkpoint(self, trainer: Any, path: str) -> None:
+    def on_checkpoint(self, trainer: RunningTrainer, path: str) -> None:
         """End a full disk that this checkpoint did not notice."""
         if self._limited:
             self._limit_files(resource.RLIM_INFINITY)
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Let the faults that are due happen."""
         now = time.monotonic()
         self._step_time, self._before = min(self._step_time, now - self._before), now  # a recovery is not a step's time
@@ -117,7 +119,7 @@ class FaultPlan(Callback):
                 self._happen(fault, trainer, delay)
                 return  # another one that is due comes after the next step, if this rank is still there
 
-    def _happen(self, fault: Fault, trainer: Any, delay: float) -> None:
+    def _happen(self, fault: Fault, trainer: RunningTrainer, delay: float) -> None:
         if fault.kind in _DELAYED:
             number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL
             pid = _DELAYED[fault.kind]()
@@ -130,14 +132,14 @@ class FaultPlan(Callback):
         elif fault.kind == "disk":
             self._limit_files(0)
         elif fault.kind == "corrupt":
-            _flip_bits(trainer.saving.last_path)
+            _flip_bits(cast("TrainLoop", trainer).saving.last_path)
         elif fault.kind == "scale":
             if fault.ranks != trainer.formation.world_size:  # a restart has begun with all of them again
-                _scale(trainer.stop, fault.ranks)
+                _scale(cast("TrainLoop", trainer).stop, fault.ranks)
         else:
             _change_link(fault)
 
-    def _raise(self, fault: Fault, trainer: Any) -> None:
+    def _raise(self, fault: Fault, trainer: RunningTrainer) -> None:
         """Raise now, or in the next forward pass."""
 
         def fail(*_: Any) -> None:

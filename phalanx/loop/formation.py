@@ -34,7 +34,7 @@ from phalanx.comm import register_backend
 from phalanx.config import DistributedConfig
 from phalanx.config.ways import refuse_in_loop
 from phalanx.data.loader import shard_loader
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.features import feature
 from phalanx.host.remote import as_path
 from phalanx.loop.ema import WeightAverage
@@ -252,7 +252,7 @@ class Formation:
             return item
         if hasattr(item, "__iter__") or hasattr(item, "__getitem__"):
             return self.prepare_loader(item)
-        named = f"the class {item.__name__}" if isinstance(item, type) else f"{item!r}, a {type(item).__name__}"
+        named = f"the class {item.__name__}" if isinstance(item, type) else f"{item!r}, {a_type(item)}"
         raise UsageError(
             f"prepare() got {named}",
             hint="It takes models, optimizers, schedulers and data loaders: "

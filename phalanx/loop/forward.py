@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from phalanx import torch_compat
 from phalanx.config.fields import IGNORED_LABEL
-from phalanx.errors import ModelError, PhalanxError, first_line
+from phalanx.errors import ModelError, PhalanxError, a_type, first_line
 from phalanx.loop.label_count import LabelCount, counted_by
 from phalanx.loop.metrics import LossFn, cross_entropy, refuse_broadcast
 from phalanx.model import LossFromOutput, implements
@@ -61,7 +61,7 @@ class Forward:
 
     def units(self, batch: Any) -> torch.Tensor:
         """Return how many units the loss of a batch is the mean of, if it is not one over samples."""
-        whole = self.counting.of_batch or (self.counting.own is not None and isinstance(batch, Mapping))
+        whole = self.counting.of_batch or (self.counting.weight_of is not None and isinstance(batch, Mapping))
         return self.counting.count(batch if whole else self.target(batch))
 
     def share(self, batch: Any, samples: int, *, by_labels: bool) -> float | torch.Tensor:
@@ -73,7 +73,7 @@ class Forward:
             return 0.0
         if by_labels:
             return self.units(batch)
-        if self.counting.own is not None or not self.is_mean_over_labels(batch):
+        if self.counting.weight_of is not None or not self.is_mean_over_labels(batch):
             return float(samples)
         return (self.units(batch) > 0).double() * samples
 
@@ -96,7 +96,7 @@ class Forward:
             )
         alone = isinstance(batch, torch.Tensor)  # [X, y] is a list of two batches
         raise ModelError(
-            "no loss was found in what the model returned" if loss is None else f"the loss is a {type(loss).__name__}",
+            "no loss was found in what the model returned" if loss is None else f"the loss is {a_type(loss)}",
             hint="Give loss_fn=lambda output, target: ... that returns a scalar, or let the model return its loss."
             + f"\n  A batch is {shape_text(batch)} without a target: give TensorDataset(inputs, targets)." * alone,
         )

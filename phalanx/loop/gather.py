@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.torch_compat import pytree
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.world import World
@@ -53,7 +53,7 @@ def gather_samples(world: World, values: Any, loader: PreparedLoader | None) -> 
 def _rows(leaf: Any, device: torch.device) -> torch.Tensor:
     if not isinstance(leaf, (torch.Tensor, bool, int, float)):
         raise UsageError(
-            f"gather got a {type(leaf).__name__}, which is not a tensor",
+            f"gather got {a_type(leaf)}, which is not a tensor",
             hint="Give tensors, or a tuple or dict of them.",
         )
     tensor = torch.as_tensor(leaf).detach().to(device)

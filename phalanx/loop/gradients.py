@@ -34,7 +34,7 @@ def _one_pass(strategy: str) -> UsageError:
 
 def _one_step() -> UsageError:
     return UsageError(
-        "an optimizer steps twice while another one waits with micro-batches of one fp16 loss scale",
+        "an optimizer stepped twice before the other one stepped; they share one fp16 loss scale",
         hint="Step each optimizer once per batch, or write mixed_precision='bf16', which has no scale.",
     )
 

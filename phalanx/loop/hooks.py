@@ -133,10 +133,10 @@ class Hooks:
 
     def load_state_dict(self, states: dict[str, Any], say: Callable[[str, str], None]) -> None:
         """Give each callback its state; `say`: reports states of callbacks that this run does not have."""
-        here = {f"{n}:{type(callback).__name__}": callback for n, callback in enumerate(self._callbacks)}
+        callbacks = {f"{n}:{type(callback).__name__}": callback for n, callback in enumerate(self._callbacks)}
         for name, state in states.items():
-            if name in here:
-                here[name].load_state_dict(state)
+            if name in callbacks:
+                callbacks[name].load_state_dict(state)
             else:
                 say(f"the checkpoint has the state of a callback, {name}, which this run does not have", "warning")
 

@@ -35,7 +35,7 @@ class AutoInterval:
     def __init__(self, formation: Formation, clock: Callable[[], float] = time.monotonic) -> None:
         self._formation = formation
         self._clock = clock
-        self._given = formation.config.mtbf_seconds
+        self._mtbf_setting = formation.config.mtbf_seconds
         self.failures = formation.world.env.failures
         """How often this launch has failed; a change of the number of ranks on request is not a failure."""
         self._steps: int | None = None
@@ -85,8 +85,8 @@ class AutoInterval:
         return interval, f"{often}: a save stalls {cost:.2g} s, and a failure is expected every {source}"
 
     def _mtbf(self) -> tuple[float, str]:
-        if self._given is not None:
-            return self._given, f"{span(self._given)} (as given)"
+        if self._mtbf_setting is not None:
+            return self._mtbf_setting, f"{span(self._mtbf_setting)} (as given)"
         if self.failures:
             ran = max(1.0, time.time() - float(os.environ.get(LAUNCHED_AT) or time.time()))
             times = f"{self.failures} failure{'s' * (self.failures > 1)}"

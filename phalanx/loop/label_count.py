@@ -39,14 +39,14 @@ class LabelCount:
     """How many labels at the beginning of each sequence have no part in the loss."""
     over_samples: bool = False
     """Whether the loss is a mean over samples, although these have labels."""
-    own: Callable[[Any], float | torch.Tensor] | None = None
+    weight_of: Callable[[Any], float | torch.Tensor] | None = None
     """The method `loss_weight` of a loss or model that says its weight itself."""
     of_batch: bool = False
-    """Whether `own` takes the whole batch: a model's; a loss's takes what the loss is called with."""
+    """Whether `weight_of` takes the whole batch: a model's; a loss's takes what the loss is called with."""
 
     def applies_to(self, target: Any) -> bool:
         """Whether the loss of a batch with this target is weighed by `count`, rather than by samples."""
-        if self.own is not None:
+        if self.weight_of is not None:
             return True
         labels = target.get("labels") if isinstance(target, Mapping) else target
         if not isinstance(labels, torch.Tensor) or self.over_samples:
@@ -58,8 +58,8 @@ class LabelCount:
 
         The result is still on the device, in float64: shares of it must not be rounded to single precision.
         """
-        if self.own is not None:
-            return torch.as_tensor(self.own(target)).double()
+        if self.weight_of is not None:
+            return torch.as_tensor(self.weight_of(target)).double()
         labels = target.get("labels") if isinstance(target, Mapping) else target
         if not isinstance(labels, torch.Tensor):
             raise ModelError(
@@ -78,7 +78,7 @@ def counted_by(model: nn.Module, loss_fn: LossFn | None) -> LabelCount:
     """Return how a loss, or else the loss that the model returns, counts labels."""
     speaker: Any = model if loss_fn is None else loss_fn
     if implements(speaker, WeighsLoss):
-        return LabelCount(own=speaker.loss_weight, of_batch=loss_fn is None)
+        return LabelCount(weight_of=speaker.loss_weight, of_batch=loss_fn is None)
     if loss_fn is None:
         return _counted_by_model(model)
     if isinstance(loss_fn, nn.CTCLoss):

@@ -150,7 +150,7 @@ class LAMB(_LayerWise):
 
 def _check(name: str, **numbers: float) -> None:
     """Raise for numbers with which no step makes sense."""
-    for what, number in numbers.items():
-        if number < 0 or (what in ("momentum", "beta1", "beta2") and number >= 1):
-            limit = "at least 0 and below 1" if what in ("momentum", "beta1", "beta2") else "0 or more"
-            raise ValueError(f"{name} got {what} = {number}: it is {limit}")
+    for option, number in numbers.items():
+        if number < 0 or (option in ("momentum", "beta1", "beta2") and number >= 1):
+            limit = "at least 0 and below 1" if option in ("momentum", "beta1", "beta2") else "0 or more"
+            raise ValueError(f"{name} got {option} = {number}: it is {limit}")

@@ -74,7 +74,7 @@ class PreparedLoader:
         self.waited_s = 0.0
         """Seconds that training has waited for batches; on CUDA only those in which the device ran out of work."""
         self.ranks_fetching_ahead = 0
-        """How many ranks of this machine may fetch batches in worker processes; 0: that would make a difference."""
+        """How many ranks of this node may fetch batches in worker processes; 0: that would make a difference."""
 
     def __iter__(self) -> Iterator[Any]:
         board = current_heartbeat()

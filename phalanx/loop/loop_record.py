@@ -61,7 +61,7 @@ class LoopRecord:
         if self._report is not None:
             self._report.log(at, values, value, reduce)
             return
-        numbers = checked(values, value, taken=OWN_CURVES)
+        numbers = checked(values, value, reserved=OWN_CURVES)
         if reduce is not None:
             numbers = reduced(numbers, reduce, formation)
         if self._is_recorded and not self._has_ended:  # before the first pass
@@ -99,7 +99,7 @@ class LoopRecord:
             run_dir = config.run_dir or os.environ.get("PHALANX_RUN_DIR")
             config_here = config if run_dir is None else config.with_trusted(run_dir=str(run_dir))
             folder = own_run_dir(lambda: make_run_dir(config_here, name))
-            sinks = open_sinks(config, folder, shown=False)
+            sinks = open_sinks(config, folder, console=False)
         layout = loaders[0].sharded.layout if loaders else BatchSplit(0)
         report = Reporter(formation, name, layout, folder, EventStream(sinks, rank=formation.rank))
         formation.clock.data_wait = lambda: sum(loader.waited_s for loader in loaders)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from phalanx.config.fields import IGNORED_LABEL
-from phalanx.errors import ModelError, UsageError, unknown_name
+from phalanx.errors import ModelError, UsageError, a_type, unknown_name
 from phalanx.world.abort import raise_if_aborted
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -164,7 +164,7 @@ def _as_numbers(name: str, value: Any) -> torch.Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"the metric '{name}' returned a {type(value).__name__}, {repr(value)[:40]}, which is not a number",
+            f"the metric '{name}' returned {a_type(value)}, {repr(value)[:40]}, which is not a number",
             hint="Return the batch's mean, one value per sample, or (total, count); give several values as several "
             "metrics.",
         ) from error
@@ -380,5 +380,5 @@ def find_loss(loss: Any) -> LossFn | None:
             f"loss_fn = {loss.__name__} is the class, not a loss", hint=f"Write: loss_fn={loss.__name__}()"
         )
     if loss is not None and not callable(loss):
-        raise UsageError(f"loss_fn = {loss!r} is a {type(loss).__name__}, which cannot be called", hint=hint)
+        raise UsageError(f"loss_fn = {loss!r} is {a_type(loss)}, which cannot be called", hint=hint)
     return loss  # type: ignore[no-any-return]

@@ -103,19 +103,19 @@ class LRSchedule:
         self._rounded = rounded
         self._optimizer = optimizer  # not its groups: loading a state replaces them
         self._scale = scale
-        self._own = [float(group["lr"]) for group in optimizer.param_groups]
+        self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._factor = factor
         self._applied: float | None = None
 
     def apply(self, step: int) -> None:
         """Set the rate for the step about to be taken (steps count from 0)."""
-        factor, groups, group_count = self._factor(step), self._optimizer.param_groups, len(self._own)
+        factor, groups, group_count = self._factor(step), self._optimizer.param_groups, len(self._base_rates)
         changed = 0 if factor != self._applied else group_count
         if changed == len(groups):
             return
-        self._own += [float(group["lr"]) for group in groups[group_count:]]  # add_param_group, while training
+        self._base_rates += [float(group["lr"]) for group in groups[group_count:]]  # add_param_group, while training
         self._applied = factor
-        for group, base_rate in zip(groups[changed:], self._own[changed:], strict=True):
+        for group, base_rate in zip(groups[changed:], self._base_rates[changed:], strict=True):
             rate = base_rate * self._scale * factor
             _set_rate(group, float(np.float32(rate)) if self._rounded else rate)
 
@@ -140,20 +140,20 @@ class LRSchedule:
         if self._applied is None:
             return
         # A group that was added after the last step has its own rate still.
-        for group, base_rate in zip(self._optimizer.param_groups, self._own, strict=False):
+        for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=False):
             if not only_scheduled or math.isclose(group["lr"], base_rate * self._scale * self._applied, rel_tol=1e-6):
                 _set_rate(group, base_rate)
         self._applied = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor applied last, and the rates it was applied to."""
-        return {"applied": self._applied, "own": self._own, "scale": self._scale}
+        return {"applied": self._applied, "own": self._base_rates, "scale": self._scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the rates from the optimizer's state, unless this run was given others."""
         saved = state.get("own", [])
-        if state.get("scale") == self._scale and saved[: len(self._own)] == self._own:
-            self._own, self._applied = list(saved), state["applied"]
+        if state.get("scale") == self._scale and saved[: len(self._base_rates)] == self._base_rates:
+            self._base_rates, self._applied = list(saved), state["applied"]
 
     @property
     def rate(self) -> float:
@@ -200,5 +200,5 @@ def _shape(config: DistributedConfig, total_steps: int | None, warmup: int) -> C
     return lambda step: 0.5 * (1.0 + math.cos(math.pi * progress(step)))
 
 
-def _needs_length(what: str) -> UsageError:
-    return UsageError(f"{what}, but the data has no length", hint="Write max_steps = <number of optimizer steps>.")
+def _needs_length(setting: str) -> UsageError:
+    return UsageError(f"{setting}, but the data has no length", hint="Write max_steps = <number of optimizer steps>.")

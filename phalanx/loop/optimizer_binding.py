@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.loop.gradients import Gradients
 from phalanx.strategies.optimizer_state import match_layouts
 
@@ -72,13 +72,13 @@ def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[],
     So it stands still between step boundaries and after a skipped step, whether it is called per step or per epoch.
     """
     inner_step, inner_state = scheduler.step, scheduler.state_dict
-    seen = 0
+    last_step = 0
 
     def step(*arguments: Any, **named: Any) -> None:
-        nonlocal seen
+        nonlocal last_step
         steps = gradients.taken(scheduler.optimizer)
-        if steps is None or steps > seen:
-            seen = steps or 0
+        if steps is None or steps > last_step:
+            last_step = steps or 0
             inner_step(*arguments, **named)
 
     def state_dict() -> dict[str, Any]:  # torch takes every attribute for state, these two functions included
@@ -192,7 +192,7 @@ def make_scheduler(factory: Any, optimizer: torch.optim.Optimizer) -> LRSchedule
     """Return the user's scheduler, or what the user's function makes, over the optimizer that trains."""
     scheduler = factory if isinstance(factory, LRScheduler) else factory(optimizer)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-        raise UsageError(f"the scheduler factory returned a {type(scheduler).__name__}, not a torch LRScheduler")
+        raise UsageError(f"the scheduler factory returned {a_type(scheduler)}, not a torch LRScheduler")
     if scheduler.optimizer is not optimizer:
         raise UsageError(
             "the strategy steps another optimizer than the scheduler has",

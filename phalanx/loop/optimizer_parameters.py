@@ -33,14 +33,14 @@ class HeldParameters:
         self._trained: list[nn.Parameter] = []
         self._strays: list[nn.Parameter] = []
         self._parameters: list[nn.Parameter] = []
-        self._wanted: list[bool] = []
+        self._requires_grad: list[bool] = []
 
     def add_model(self, wrapped: nn.Module) -> None:
         """Add a prepared model."""
         self._models.append(wrapped)
         self._group_sizes = None
         self._parameters += wrapped.parameters()
-        self._wanted = list(map(_wants_gradient, self._parameters))
+        self._requires_grad = list(map(_wants_gradient, self._parameters))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Add a prepared optimizer."""
@@ -49,8 +49,8 @@ class HeldParameters:
 
     def were_frozen(self) -> bool:
         """Whether parameters were frozen or unfrozen since the last call."""
-        before, self._wanted = self._wanted, list(map(_wants_gradient, self._parameters))
-        return self._wanted != before
+        before, self._requires_grad = self._requires_grad, list(map(_wants_gradient, self._parameters))
+        return self._requires_grad != before
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -124,12 +124,12 @@ class GradientCopy:
     def __init__(self, optimizer: torch.optim.Optimizer, passes: int) -> None:
         self.passes = passes
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._kept = [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
+        self._gradients = [(p, None if p.grad is None else p.grad.detach().clone()) for p in parameters]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Drop what was added to the gradients since."""
-        for parameter, gradient in self._kept:
+        for parameter, gradient in self._gradients:
             if gradient is None or parameter.grad is None:
                 parameter.grad = None if gradient is None else gradient.clone()
             else:
@@ -141,7 +141,7 @@ class UnfinishedSteps:
 
     def __init__(self) -> None:
         self._waiting: set[int] = set()
-        self._kept: dict[int, GradientCopy] = {}
+        self._copies: dict[int, GradientCopy] = {}
         """Where several optimizers share gradients: those of each at its last call of `step` between boundaries."""
 
     def __bool__(self) -> bool:
@@ -153,13 +153,13 @@ class UnfinishedSteps:
 
     def keep(self, optimizer: torch.optim.Optimizer, passes: int) -> None:
         """Keep the gradients that an optimizer has after this many backward passes."""
-        self._kept[id(optimizer)] = GradientCopy(optimizer, passes)
+        self._copies[id(optimizer)] = GradientCopy(optimizer, passes)
 
     def put_back(self, optimizer: torch.optim.Optimizer, passes: int) -> bool:
         """Drop what was added since its gradients were kept; return whether the optimizer waits for its step."""
         if id(optimizer) not in self._waiting:
             return False
-        copy = self._kept.get(id(optimizer))
+        copy = self._copies.get(id(optimizer))
         if copy is not None and copy.passes != passes:
             copy.put_back()
         return True
@@ -167,12 +167,12 @@ class UnfinishedSteps:
     def discard(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer takes its step."""
         self._waiting.discard(id(optimizer))
-        self._kept.pop(id(optimizer), None)
+        self._copies.pop(id(optimizer), None)
 
     def clear(self) -> None:
         """Note that no optimizer waits for its step."""
         self._waiting.clear()
-        self._kept.clear()
+        self._copies.clear()
 
 
 class ConcurrentLoaders:

@@ -28,7 +28,7 @@ _LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
 class StopNotices:
-    """Watches for notices in a thread: the file on every machine, the time limit for the whole job on the main rank."""
+    """Watches for notices in a thread: the file on every node, the time limit for the whole job on the main rank."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ def job_end(environ: Mapping[str, str]) -> float | None:
         return float(end_time)
     command = ["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%L"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):  # no squeue in this container, or a controller that is down
         return None
-    remaining = _LEFT.fullmatch(asked.stdout.strip())
+    remaining = _LEFT.fullmatch(answer.stdout.strip())
     if remaining is None:  # UNLIMITED, NOT_SET, or an error
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in remaining.groups())

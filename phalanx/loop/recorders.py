@@ -60,10 +60,10 @@ def open_events(config: DistributedConfig, world: World, run_dir: Path) -> Event
     return EventStream(open_sinks(config, run_dir) if world.is_main else (), rank=world.rank)
 
 
-def open_sinks(config: DistributedConfig, run_dir: Path, *, shown: bool = True) -> list[Sink]:
+def open_sinks(config: DistributedConfig, run_dir: Path, *, console: bool = True) -> list[Sink]:
     """Return the sinks that the config asks for; those of services continue their run where this one is resumed.
 
-    `shown`: whether a run that no launcher shows is shown here.
+    `console`: whether a run that no launcher shows is shown here.
     """
     env = read_rank_env()
     resumes = bool(config.resume_from_checkpoint) or (env is not None and env.attempt + env.generation > 0)
@@ -71,7 +71,7 @@ def open_sinks(config: DistributedConfig, run_dir: Path, *, shown: bool = True) 
     to_launcher = FdSink.from_environment()
     if to_launcher is not None:
         sinks.append(to_launcher)
-    elif shown:
+    elif console:
         sinks.append(Console(progress=config.progress, verbosity=config.verbosity))
         if config.metrics_address is not None:
             served = feature("metrics")(run_dir.name, None, config.metrics_address)
@@ -79,7 +79,7 @@ def open_sinks(config: DistributedConfig, run_dir: Path, *, shown: bool = True) 
             sinks.append(served)
     folder = tensorboard_dir(config, run_dir)
     if folder is None and _wants_tensorboard(config):
-        if to_launcher is None and not shown:
+        if to_launcher is None and not console:
             say_to_user(_NO_TENSORBOARD)
         for sink in sinks:
             sink.handle(Message("warning", _NO_TENSORBOARD, rank=0))

@@ -80,7 +80,7 @@ class Reporter:
         self._epoch_began = time.monotonic()
         self._losses_of = {"epoch": LossSum(), "report": LossSum()}
         """The losses of the epoch so far, and of the steps since the last report."""
-        self._said: set[str] = set()
+        self._notices: set[str] = set()
         self.next_commands: list[str] = []
         """What the summary of the run proposes to run next."""
         self._gauges = RankGauges(self._world, self.clock, events.emit if self._world.is_main else None)
@@ -175,8 +175,8 @@ class Reporter:
 
     def say(self, text: str, level: str = "info") -> None:
         """Show a message to the user, once."""
-        if text and text not in self._said:
-            self._said.add(text)
+        if text and text not in self._notices:
+            self._notices.add(text)
             self.events.emit(Message(level, text))
 
     def is_due(self, step: int) -> bool:
@@ -214,7 +214,7 @@ class Reporter:
 
     def log(self, step: int, values: Values, value: Any = None, reduce: str | None = None) -> None:
         """Keep values that the user logged until `report_logged`; all ranks call this if they are reduced."""
-        numbers = checked(values, value, taken=OWN_CURVES)
+        numbers = checked(values, value, reserved=OWN_CURVES)
         if reduce is not None:
             numbers = reduced(numbers, reduce, self._formation)
         if self._world.is_main:

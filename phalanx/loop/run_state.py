@@ -187,23 +187,29 @@ def load_kept(formation: Formation, content: Snapshot, where: str) -> dict[str, 
     return {**rest, "path": f"{where} (step {content.step})"}
 
 
-def restore(formation: Formation, own: RunState | None) -> dict[str, Any] | None:
+def restore(formation: Formation, state_here: RunState | None) -> dict[str, Any] | None:
     """Give all ranks the state of the furthest one; return the loop's part of it; None where no rank has a state."""
-    steps = _gathered(formation, -1 if own is None else own.step)
+    steps = _gathered(formation, -1 if state_here is None else state_here.step)
     if max(steps) < 0:
         return None
     source = steps.index(max(steps))
-    if own is not None:
-        own.read_losses()
+    if state_here is not None:
+        state_here.read_losses()
     # Ranks at the same step have equal tensors and keep them. An older or another state is kept until the new one is
     # here: a broadcast may break off.
-    equal = own is not None and own.step == steps[source] and not formation.strategy.local_steps
-    into = own.content.tensors if own is not None and (equal or formation.rank == source) else None
-    plain = None if own is None else (own.world_size, own.content.shared, own.content.rank_state, own.content.epoch)
+    equal = state_here is not None and state_here.step == steps[source] and not formation.strategy.local_steps
+    into = state_here.content.tensors if state_here is not None and (equal or formation.rank == source) else None
+    plain = (
+        None
+        if state_here is None
+        else (state_here.world_size, state_here.content.shared, state_here.content.rank_state, state_here.content.epoch)
+    )
     before, shared, of_source, epoch = _broadcast(formation, plain, source)
     tensors = _share_tensors(formation, into, source)
     complete()
-    random = None if own is None else own.content.rank_state  # a new rank begins with the numbers of its seed
+    random = (
+        None if state_here is None else state_here.content.rank_state
+    )  # a new rank begins with the numbers of its seed
     content = Snapshot(steps[source], epoch, tensors, random, shared)
     state = load_kept(formation, content, f"the memory of rank {source}")
     if formation.strategy.keeps_rank_state:  # a new rank gets what all ranks know, such as the number of steps
@@ -233,32 +239,32 @@ def _share_tensors(formation: Formation, into: dict[str, Any] | None, source: in
     described = pytree.tree_map_only(torch.Tensor, _TensorSpec.of, into)
     described = _broadcast(formation, described, source)
     leaves, structure = pytree.tree_flatten(described)
-    held, own_structure = pytree.tree_flatten(into)
+    values_here, own_structure = pytree.tree_flatten(into)
     if own_structure != structure:
-        held = [None] * len(leaves)
-    values = [_share(formation, leaf, value, source) for leaf, value in zip(leaves, held, strict=True)]
+        values_here = [None] * len(leaves)
+    values = [_share(formation, leaf, value, source) for leaf, value in zip(leaves, values_here, strict=True)]
     tree: dict[str, Any] = pytree.tree_unflatten(values, structure)
     return tree
 
 
-def _share(formation: Formation, leaf: Any, held: Any, source: int) -> Any:
+def _share(formation: Formation, leaf: Any, value_here: Any, source: int) -> Any:
     """Return the source's value for a leaf of the tree."""
     if not isinstance(leaf, _TensorSpec):
         return leaf
-    known = isinstance(held, torch.Tensor) and (formation.rank == source or _TensorSpec.of(held) == leaf)
-    if known and formation.rank == source:
-        value = held.detach().to(formation.device).contiguous()
+    is_here = isinstance(value_here, torch.Tensor) and (formation.rank == source or _TensorSpec.of(value_here) == leaf)
+    if is_here and formation.rank == source:
+        value = value_here.detach().to(formation.device).contiguous()
     else:
         value = torch.empty(leaf.shape, dtype=leaf.dtype, device=formation.device)
     if formation.world_size > 1:
         dist.broadcast(value, src=source)
-    if known:  # the same values: what is received is not used, because a broadcast that breaks off leaves anything
-        return held.detach()
+    if is_here:  # the same values: what is received is not used, because a broadcast that breaks off leaves anything
+        return value_here.detach()
     return value.cpu() if leaf.on_host else value
 
 
-def _broadcast(formation: Formation, what: Any, source: int) -> Any:
-    box = [what if formation.rank == source else None]
+def _broadcast(formation: Formation, content: Any, source: int) -> Any:
+    box = [content if formation.rank == source else None]
     if formation.world_size > 1:
         dist.broadcast_object_list(box, src=source, device=formation.device)
     return box[0]
@@ -269,6 +275,6 @@ def _gathered(formation: Formation, number: int) -> list[int]:
         return [number]
     places = [torch.zeros(1, dtype=torch.int64, device=formation.device) for _ in range(formation.world_size)]
     dist.all_gather(places, torch.tensor([number], dtype=torch.int64, device=formation.device))
-    found = [int(each) for each in places]
+    positions = [int(position) for position in places]
     raise_if_aborted()
-    return found
+    return positions

@@ -93,9 +93,9 @@ class CheckpointWriter:
             return
         self.saved_paths = from_rank_zero(
             lambda: {
-                found.step: str(found.path)
-                for found in checkpoint.list_checkpoints(directory)
-                if found.manifest.run_id == run_id
+                stored.step: str(stored.path)
+                for stored in checkpoint.list_checkpoints(directory)
+                if stored.manifest.run_id == run_id
             }
         )
         if self.saved_paths:
@@ -215,10 +215,10 @@ class CheckpointWriter:
         self._policy.best.record(self._state.history)
         return is_best
 
-    def failed(self, what: str, step: int | None = None) -> NonFiniteLossError:
+    def failed(self, problem: str, step: int | None = None) -> NonFiniteLossError:
         """Report that the run failed, and return the error to raise; `step`: that of a loss; all ranks call this."""
         self.publish()
-        error: NonFiniteLossError = feature("diagnosis").nonfinite_error(self._state, what, step, self.last_path)
+        error: NonFiniteLossError = feature("diagnosis").nonfinite_error(self._state, problem, step, self.last_path)
         if self.gives_back and not self._formation.weights_are_finite():
             self.weights_left = feature("diagnosis").give_back(self._state, self.last_path)
         return error

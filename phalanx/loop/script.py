@@ -88,7 +88,7 @@ class ScriptRecord:
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
         """Keep values until the next report; without an optimizer's steps, each call is one."""
-        numbers = checked(values, value, taken=OWN_CURVES.difference(_LOSSES))
+        numbers = checked(values, value, reserved=OWN_CURVES.difference(_LOSSES))
         at = None if step is None else checked_step(step)
         if reduce is not None:
             numbers = _over_ranks(numbers, reduce)
@@ -115,20 +115,20 @@ class ScriptRecord:
         for point, values in self._values.read(since):
             loss = next((values[name] for name in _LOSSES if name in values), loss)
             for event in as_events(point, 0, values):
-                self._write(event, shown=True)
+                self._write(event, console=True)
         if since:
             seconds = (now - began) / since
             done = StepDone(self.steps, epoch=0, loss=loss, learning_rate=self._rate, step_seconds=seconds)
-            self._write(done, shown=loss is not None)
+            self._write(done, console=loss is not None)
 
-    def _write(self, event: Event, *, shown: bool) -> None:
+    def _write(self, event: Event, *, console: bool) -> None:
         assert self._folder is not None, "asked before"
         if self._file is None:
             self._file = EventStream([JsonlSink(self._folder / EVENTS)])
             if (launcher := FdSink.from_environment()) is not None:
                 self._launcher.add(launcher)
         self._file.emit(event)
-        if shown:
+        if console:
             self._launcher.emit(event)
 
 

@@ -98,10 +98,10 @@ def restore_snapshot(
     `this_run`: of those that this run has saved, in this attempt or an earlier one.
     """
 
-    def template_of(found: checkpoint.Checkpoint) -> dict[str, Any]:
-        checkpoint.compare_model(found.manifest, _described(formation))
-        _check_schedulers(formation, found.manifest.shared["prepared"])
-        return _template(formation, found)
+    def template_of(stored: checkpoint.Checkpoint) -> dict[str, Any]:
+        checkpoint.compare_model(stored.manifest, _described(formation))
+        _check_schedulers(formation, stored.manifest.shared["prepared"])
+        return _template(formation, stored)
 
     run_id = formation.run_id if this_run else None
     residuals = formation.strategy.keeps_rank_state
@@ -195,16 +195,16 @@ def _put_average_back(average: WeightAverage, saved: dict[str, torch.Tensor] | N
 
 def _described(formation: FormationState) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of every model tensor by name, those of all pipeline stages together."""
-    here = {}
+    tensors = {}
     for number, wrapped in enumerate(formation.models):
         prefix = _prefix(formation, number) if formation.part_names else f"model{number}." if number else ""
         for name, tensor in formation.strategy.state(wrapped, [])["model"].items():
             if isinstance(tensor, torch.Tensor):
-                here[prefix + name] = (tensor.shape, tensor.dtype)
+                tensors[prefix + name] = (tensor.shape, tensor.dtype)
     if formation.world.mesh.pp == 1:
-        return here
+        return tensors
     parts: list[Any] = [None] * formation.world_size
-    dist.all_gather_object(parts, here)
+    dist.all_gather_object(parts, tensors)
     return {name: info for part in parts for name, info in part.items()}
 
 
@@ -299,13 +299,13 @@ def _scheduler_names(formation: FormationState) -> list[str]:
 
 def _check_schedulers(formation: FormationState, saved: dict[str, Any]) -> None:
     """Raise where another kind of scheduler was saved: its numbers would be taken for those of this one."""
-    here, there = _scheduler_names(formation), saved.get("scheduler_names")
-    if there is not None and not here and there:
+    names, there = _scheduler_names(formation), saved.get("scheduler_names")
+    if there is not None and not names and there:
         formation.notes.append(f"the checkpoint has the state of {', '.join(there)}, which this run does not have")
-    if there is None or not here or here == there:
+    if there is None or not names or names == there:
         return
     raise CheckpointError(
-        f"this run's scheduler is {', '.join(here)}, and the checkpoint has {', '.join(there) or 'none'}",
+        f"this run's scheduler is {', '.join(names)}, and the checkpoint has {', '.join(there) or 'none'}",
         hint=f"Resume with the scheduler that was saved, {_OR_BEGIN}",
     )
 

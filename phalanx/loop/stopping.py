@@ -46,13 +46,13 @@ class StopRequest:
         self._is_alone = read_rank_env() is None
         """Whether this is a script or a notebook that trains by itself: no launcher gets its Ctrl-C."""
         self._signal: str | None = None
-        self._asked: tuple[str, bool] | None = None
+        self._request: tuple[str, bool] | None = None
         self._sent = False
         self._previous: dict[signal.Signals, Any] = {}
         self._ranks_synced = ranks_synced
         self._period: int | None = None
         self._started = 0.0
-        self._seen = 0
+        self._requests_read = 0
         self.reason: str | None = None
         self.regroups = False
         """Whether all ranks stop in order to go on with other ranks; agreed, as `reason` is."""
@@ -84,7 +84,7 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """Whether this rank has been asked to stop."""
-        return self.from_outside is not None or self._asked is not None
+        return self.from_outside is not None or self._request is not None
 
     @property
     def from_outside(self) -> str | None:
@@ -97,7 +97,7 @@ class StopRequest:
 
         `regroup`: to go on with other ranks. The store has it too, for ranks that were not asked themselves yet.
         """
-        self._asked = self._asked or (reason, regroup)
+        self._request = self._request or (reason, regroup)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -111,7 +111,7 @@ class StopRequest:
         """Whether all ranks stop after this step; every rank calls this after every step."""
         raise_if_aborted()
         outside = self.from_outside
-        request = self._asked if outside is None else (outside, False)
+        request = self._request if outside is None else (outside, False)
         if self._store is None:
             self.reason, self.regroups = request or (None, False)
             return request is not None
@@ -129,10 +129,10 @@ class StopRequest:
 
     def _measure(self, store: dist.Store) -> None:
         """Time the first steps, then agree on how often to read the store."""
-        if self._seen == 0:
+        if self._requests_read == 0:
             self._started = time.monotonic()
-        self._seen += 1
-        if self._seen == _MEASURED_STEPS:
+        self._requests_read += 1
+        if self._requests_read == _MEASURED_STEPS:
             seconds = (time.monotonic() - self._started) / (_MEASURED_STEPS - 1)
             key = f"{self._key}/period"
             if self._world.is_main:

@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.data.source import read_source
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.loop.best import check_metrics
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Hooks
@@ -94,7 +94,7 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
         if isinstance(instance, torch.optim.Optimizer):
             _refuse_closures(type(instance))
             return instance
-        raise UsageError(f"the optimizer factory returned a {type(instance).__name__}, not a torch.optim.Optimizer")
+        raise UsageError(f"the optimizer factory returned {a_type(instance)}, not a torch.optim.Optimizer")
     raise UsageError(
         f"optimizer = {optimizer!r}: expected a torch.optim.Optimizer, a factory, or a name",
         hint="Write optimizer=torch.optim.SGD(model.parameters(), lr=0.1), or lambda params: SGD(params, lr=0.1).",
@@ -171,11 +171,11 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     check_scheduler(task.scheduler, task.optimizer, task.scheduler_interval, config)
     for name, metric in task.metrics.items() if isinstance(task.metrics, Mapping) else ():
         if not callable(metric):
-            raise UsageError(f"metrics['{name}'] is a {type(metric).__name__}", hint="Give a function(output, target).")
+            raise UsageError(f"metrics['{name}'] is {a_type(metric)}", hint="Give a function(output, target).")
         _check_called(f"metrics['{name}']", metric)
     if task.metrics is not None and not isinstance(task.metrics, Mapping):
         raise UsageError(
-            f"metrics is a {type(task.metrics).__name__}",
+            f"metrics is {a_type(task.metrics)}",
             hint="Write metrics={'name': function}, where function(output, target) gives a value.",
         )
     if not any(p.requires_grad for p in task.model.parameters()):
@@ -233,10 +233,10 @@ def _warn_unused(task: TrainTask, config: DistributedConfig) -> None:
     verb = "has" if len(unused) == 1 else "have"
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
-        what = f"on the {name} that was given: set it there, or name the optimizer: optimizer='{name.lower()}'"
+        advice = f"on the {name} that was given: set it there, or name the optimizer: optimizer='{name.lower()}'"
     else:
-        what = "on the optimizer that the given function makes: set it there"
-    warnings.warn(f"{', '.join(unused)} {verb} no effect {what}", stacklevel=5)
+        advice = "on the optimizer that the given function makes: set it there"
+    warnings.warn(f"{', '.join(unused)} {verb} no effect {advice}", stacklevel=5)
 
 
 _TAKE_SPARSE = {"sgd", "adagrad"}
@@ -301,14 +301,14 @@ def check_data(data: Any, method: str, *, own_step: bool = False) -> None:
     """Raise for data that a method cannot read, before any process starts; a user's own step takes any batch."""
     if data is None or isinstance(data, (int, float, str)):
         raise UsageError(
-            f"{method}({data!r}): data is a {type(data).__name__}",
+            f"{method}({data!r}): data is {a_type(data)}",
             hint="Give a torch DataLoader, a Dataset (map-style or iterable), or a list of batches.",
         )
     source = read_source(data, pin_memory=False, notes=[])
     first = data[0] if isinstance(data, (list, tuple)) and data else None
     if source.ready_batches and isinstance(first, (int, float, complex)) and not own_step:
         raise UsageError(
-            f"{method}() got a {type(data).__name__} of numbers, and a {type(data).__name__} holds batches",
+            f"{method}() got {a_type(data)} of numbers, and {a_type(data)} holds batches",
             hint="Give tensors: (inputs, targets), a data set, or a list of batches [(inputs, targets), ...].",
         )
 

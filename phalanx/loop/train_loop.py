@@ -255,7 +255,7 @@ class TrainLoop:
             return
         self.saving.save()
         self.saving.publish()
-        self._take_result()
+        self._load_result()
         status, reason = self.control.stopped()
         self.report.ended(status, reason, self.step, self.saving.last_path)
         self.control.ending.reported = True
@@ -308,7 +308,7 @@ class TrainLoop:
     def _end(self) -> None:
         self.saving.save_last()
         self.saving.load_best()
-        self._take_result()
+        self._load_result()
         self.hooks.fire("on_training_end")
         ending = self.control.ending
         self.report.ended(ending.status, ending.reason, self.step, self.saving.last_path)
@@ -317,7 +317,7 @@ class TrainLoop:
         self.report.report_logged(self.step, self.epoch)
         self.schedule.end(self.step)
 
-    def _take_result(self) -> None:
+    def _load_result(self) -> None:
         """Give the model the weights that are the result of the run: those of all ranks, averaged where asked."""
         self.formation.strategy.consolidate(self.model)
         if self.formation.average is not None:

@@ -23,7 +23,7 @@ from torch import nn
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.loop.loss_log import LossLog
 from phalanx.loop.script import log
 from phalanx.loop.step import StepOutcome
@@ -162,10 +162,12 @@ def _loss_and_others(returned: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     return loss, others
 
 
-def check_training_step(run: Any, model: nn.Module, optimizers: Any, scheduler: Any, config: DistributedConfig) -> None:
+def check_training_step(
+    function: object, model: nn.Module, optimizers: Any, scheduler: Any, config: DistributedConfig
+) -> None:
     """Raise for a step that cannot be taken, before any process starts."""
-    if not callable(run):
-        raise UsageError(f"training_step = {run!r}: expected a function (step, batch) -> loss")
+    if not callable(function):
+        raise UsageError(f"training_step = {function!r}: expected a function (step, batch) -> loss")
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise UsageError(
             "training_step goes with the optimizers of the model's parts, by name", hint=f"Write {_EXAMPLE}"
@@ -179,11 +181,11 @@ def check_training_step(run: Any, model: nn.Module, optimizers: Any, scheduler: 
             _check_part(name, children[name], value)
         elif not callable(value):
             raise UsageError(
-                f"optimizer['{name}'] is a {type(value).__name__}",
+                f"optimizer['{name}'] is {a_type(value)}",
                 hint="Give a torch optimizer, or a function of parameters.",
             )
     outside = [n for n, p in model.named_parameters() if p.requires_grad and n.split(".")[0] not in optimizers]
-    direct = [*torch_compat.own_parameters(model), *torch_compat.own_buffers(model)]
+    direct = [*torch_compat.direct_parameters(model), *torch_compat.direct_buffers(model)]
     if outside or direct:
         name = (outside or direct)[0]
         raise UsageError(

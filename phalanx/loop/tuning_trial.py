@@ -39,7 +39,7 @@ class EpochControl:
     @property
     def decided(self) -> int:
         """After how many epochs the tuner has answered last."""
-        return 0 if self._control is None else self._control.asked
+        return 0 if self._control is None else self._control.iteration
 
     def should_continue(self, epochs: int) -> bool:
         """Whether training continues after this many epochs; every rank calls this, and gets the same answer.

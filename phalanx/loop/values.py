@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import UsageError, nearest
+from phalanx.errors import UsageError, a_type, nearest
 from phalanx.observe.events import LOGGED, MetricsReported, StepDone
 
 Values = Mapping[str, Any] | str
@@ -29,22 +29,22 @@ VAL = "val/"
 """Begins the names of values that are measured on the validation data."""
 
 
-def checked(values: Values, value: Any = None, *, taken: Iterable[str] = ()) -> dict[str, Number]:
-    """Return what was given to `log` as numbers and tensors of one number; `taken`: names that are not free."""
+def checked(values: Values, value: Any = None, *, reserved: Iterable[str] = ()) -> dict[str, Number]:
+    """Return what was given to `log` as numbers and tensors of one number; `reserved`: names that are not free."""
     if isinstance(values, str):
         values = {values: value}
     elif value is not None or not isinstance(values, Mapping):
         description = f"{type(values).__name__} {values!r}"[:80]
         raise UsageError(f"log takes names with numbers, and got {description}", hint=f"Write: {_EXAMPLE}")
     for name in values:
-        _check_name(name, taken)
+        _check_name(name, reserved)
     return {name: _number(name, value) for name, value in values.items()}
 
 
-def _check_name(name: Any, taken: Iterable[str]) -> None:
+def _check_name(name: Any, reserved: Iterable[str]) -> None:
     if not isinstance(name, str):
         raise UsageError(f"log got the name {name!r}, which is not a text", hint=f"Write: {_EXAMPLE}")
-    if name in taken:
+    if name in reserved:
         raise UsageError(
             f"'{name}' is a curve that Phalanx draws by itself",
             hint=f"Choose another name, such as 'my/{name.rpartition('/')[2]}'.",
@@ -76,7 +76,7 @@ def _number(name: str, value: Any) -> Number:
         raise UsageError(f"log got '{name}' = {kind}, and takes a real number", hint=f"Write: {_EXAMPLE}")
     if isinstance(value, torch.Tensor) or (getattr(value, "ndim", None) and value.size != 1):
         raise UsageError(
-            f"log got '{name}' = a {type(value).__name__} of shape {list(value.shape)}, and takes one number",
+            f"log got '{name}' = {a_type(value)} of shape {list(value.shape)}, and takes one number",
             hint=f"Log its mean, for example: log({{'{name}': value.mean()}})",
         )
     return _as_float(name, value.item() if getattr(value, "ndim", None) else value)  # NumPy's

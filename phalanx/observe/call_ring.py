@@ -61,8 +61,8 @@ class _UsersFiles(dict[str, bool]):
     """Whether files are the user's, by name; a plain lookup where it is known."""
 
     def __missing__(self, file: str) -> bool:
-        found = self[file] = not file.startswith(_LIBRARIES) and not any(part in file for part in _PACKAGES)
-        return found
+        is_users = self[file] = not file.startswith(_LIBRARIES) and not any(part in file for part in _PACKAGES)
+        return is_users
 
 
 _USERS = _UsersFiles()
@@ -81,12 +81,12 @@ def is_loops(file: str) -> bool:
 
 def pick_line(frames: Iterable[tuple[str, int]]) -> str:
     """Return the caller among (file, line), innermost first: the user's code, else Phalanx's, else the innermost."""
-    found = list(frames)
+    lines = list(frames)
     for is_callers in (is_users, is_loops):
-        for file, line in found:
+        for file, line in lines:
             if is_callers(file):
                 return f"{os.path.basename(file)}:{line}"
-    return f"{os.path.basename(found[0][0])}:{found[0][1]}" if found else "an unknown line"
+    return f"{os.path.basename(lines[0][0])}:{lines[0][1]}" if lines else "an unknown line"
 
 
 class _Place(NamedTuple):
@@ -103,16 +103,16 @@ class _Place(NamedTuple):
 def _walk(start: FrameType, skipped: int) -> tuple[_Place, int, bool]:
     """Return the frame that called, its line, and whether it is the user's: `pick_line` for frames."""
     depth, inner, frame = 0, start, start.f_back if skipped else start
-    kept: tuple[int, FrameType, FrameType] | None = None
+    candidate: tuple[int, FrameType, FrameType] | None = None
     is_kept_loops = False
     while frame is not None:
         file = frame.f_code.co_filename
         if depth >= skipped and _USERS[file]:
             return _Place(depth, inner.f_code, frame.f_code, 0), frame.f_lineno, True
-        if depth >= skipped and not is_kept_loops and (kept is None or is_loops(file)):
-            kept, is_kept_loops = (depth, inner, frame), is_loops(file)
+        if depth >= skipped and not is_kept_loops and (candidate is None or is_loops(file)):
+            candidate, is_kept_loops = (depth, inner, frame), is_loops(file)
         depth, inner, frame = depth + 1, frame, frame.f_back
-    at, below, chosen = kept or (0, start, start)
+    at, below, chosen = candidate or (0, start, start)
     return _Place(at, below.f_code, chosen.f_code, depth), chosen.f_lineno, False
 
 
@@ -129,14 +129,14 @@ class GroupCalls:
         self._append = append
         self._places: dict[bytes, list[_Place]] = {}
 
-    def enter(self, what: bytes) -> None:
-        """Note that a collective is entered: `what` is its name, operation, shape and dtype.
+    def enter(self, call: bytes) -> None:
+        """Note that a collective is entered: `call` is its name, operation, shape and dtype.
 
         Kept short, for what a step does in between has cleared the caches. Training repeats its calls: the frame is
         first looked for where it was before, as to walk through a stack makes an object of each frame.
         """
         self.number = number = self.number + 1
-        for depth, code_inside, code, outermost in self._places.get(what, ()):
+        for depth, code_inside, code, outermost in self._places.get(call, ()):
             try:
                 inner = _getframe(depth)
                 frame = inner.f_back
@@ -146,21 +146,21 @@ class GroupCalls:
                     and inner.f_code is code_inside
                     and (not outermost or _getframe(outermost).f_back is None)
                 ):
-                    self._append((self, number, what, code, frame.f_lineno, now(), GRADIENTS.bucket))
+                    self._append((self, number, call, code, frame.f_lineno, now(), GRADIENTS.bucket))
                     return
             except ValueError:  # the stack is not that deep
                 pass
-        self._append((self, number, what, *self._locate(what, _getframe()), now(), GRADIENTS.bucket))
+        self._append((self, number, call, *self._locate(call, _getframe()), now(), GRADIENTS.bucket))
 
-    def _locate(self, what: bytes, start: FrameType) -> tuple[CodeType, int]:
+    def _locate(self, call: bytes, start: FrameType) -> tuple[CodeType, int]:
         """Return the code and line of the caller, and remember the place; no frame is kept alive."""
         place, line, is_users_line = _walk(start, _OWN_FRAMES)
         if threading.get_ident() == _MAIN.ident:
             if len(self._places) >= _MAX_PLACES:
                 self._places.clear()
-            known = [each for each in self._places.get(what, []) if each != place]
+            others = [other for other in self._places.get(call, []) if other != place]
             # The nearest first, as in a walk; a place without a frame of the user's last.
-            self._places[what] = sorted([*known[: _PLACES_OF_ONE - 1], place], key=lambda each: (each[3], each[0]))
+            self._places[call] = sorted([*others[: _PLACES_OF_ONE - 1], place], key=lambda other: (other[3], other[0]))
         elif not is_users_line and (main := sys._current_frames().get(_MAIN.ident or 0)) is not None:
             # A thread that communicates in the background works for the line at which the main thread is.
             place, line, _ = _walk(main, 0)
@@ -187,11 +187,11 @@ class PairCalls(GroupCalls):
 
     def begin(self, shape: Any, dtype: Any) -> int:
         """Note that a message is sent or requested, and return its number."""
-        what = self._texts.get((shape, dtype))
-        if what is None:
+        call = self._texts.get((shape, dtype))
+        if call is None:
             text = f"{self.op} of {tuple(shape)} {str(dtype).removeprefix('torch.')}"
-            what = self._texts[shape, dtype] = text.encode()
-        self.enter(what)
+            call = self._texts[shape, dtype] = text.encode()
+        self.enter(call)
         return self.number
 
     def state(self, number: int, began: float) -> tuple[float, bool]:
@@ -202,8 +202,8 @@ class PairCalls(GroupCalls):
 class CallRing:
     """The latest calls of this process that torch does not record."""
 
-    def __init__(self, kept: int) -> None:
-        self._calls: deque[tuple[Any, ...]] = deque(maxlen=kept)
+    def __init__(self, size: int) -> None:
+        self._calls: deque[tuple[Any, ...]] = deque(maxlen=size)
         self._groups: dict[str, GroupCalls] = {}
 
     def group(self, name: str, ranks: Sequence[int]) -> GroupCalls:
@@ -214,8 +214,8 @@ class CallRing:
 
     def pair(self, name: str, ranks: Sequence[int], op: str, peer: int) -> PairCalls:
         """Return a new record of messages with a name that both ends give; it replaces an earlier one."""
-        found = self._groups[name] = PairCalls(name, ranks, self._calls.append, op, peer)
-        return found
+        calls = self._groups[name] = PairCalls(name, ranks, self._calls.append, op, peer)
+        return calls
 
     @property
     def groups(self) -> dict[str, list[int]]:
@@ -224,20 +224,20 @@ class CallRing:
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the calls as the ranks' records have them."""
-        found = []
-        for group, number, what, code, line, began, bucket in list(self._calls):
-            op, *detail = _BEFORE_SHAPE.split(what.decode(errors="replace"), maxsplit=1)
+        records = []
+        for group, number, text, code, line, began, bucket in list(self._calls):
+            op, *detail = _BEFORE_SHAPE.split(text.decode(errors="replace"), maxsplit=1)
             where = f"{os.path.basename(code.co_filename)}:{line}"
             call = {"group": group.name, "number": number, "op": op, "where": where, "bucket": bucket}
             detail = detail if op != "barrier" else []
             began, done = group.state(number, began)
             peer = group.peer if isinstance(group, PairCalls) else None
-            found.append({**call, "detail": "".join(detail), "began": began, "done": done, "peer": peer})
-        return found
+            records.append({**call, "detail": "".join(detail), "began": began, "done": done, "peer": peer})
+        return records
 
 
 @functools.cache
 def call_ring() -> CallRing | None:
     """Return the ring of this process; None where nothing is recorded: no launcher of Phalanx started it."""
-    given = os.environ.get(VARIABLE, "0")
-    return CallRing(int(given)) if given.isdecimal() and int(given) > 0 else None
+    size = os.environ.get(VARIABLE, "0")
+    return CallRing(int(size)) if size.isdecimal() and int(size) > 0 else None

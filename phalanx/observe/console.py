@@ -58,12 +58,12 @@ class Console:
         out, err = guarded_streams(out, err)
         self.streams = Streams.of(out, err)
         self._out = out
-        shown = out if progress else err
-        self._view: PlainView | RichView = PlainView(shown, err, interval=0.0 if self._is_verbose else interval)
-        if shown.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown"):
+        stream = out if progress else err
+        self._view: PlainView | RichView = PlainView(stream, err, interval=0.0 if self._is_verbose else interval)
+        if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown"):
             from phalanx.observe.richview import RichView
 
-            self._view = RichView(shown, err, self._beat)
+            self._view = RichView(stream, err, self._beat)
 
     def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
         """Show what a rank printed, labelled when several ranks are shown."""
@@ -136,13 +136,13 @@ class Console:
         elif self._progress:
             self._view.summary(format.summary_sentence(event, self._run), [], [])
 
-    def _show_start(self, what: str, rank: int) -> None:
+    def _show_start(self, phase: str, rank: int) -> None:
         """Show that a rank has reached or left the point where all ranks wait for each other."""
         if self._progress and not self._is_quiet:
             if rank == 0 and self._run is None:
-                self._view.activity(_ACTIVITIES[what])
+                self._view.activity(_ACTIVITIES[phase])
             if self._is_verbose:
-                self._view.line(f"rank {rank} {'is ready to join' if what == 'joining' else 'has joined'}", kind="dim")
+                self._view.line(f"rank {rank} {'is ready to join' if phase == 'joining' else 'has joined'}", kind="dim")
 
     def _show_message(self, event: events.Message) -> None:
         if event.level == "error":
@@ -223,8 +223,8 @@ class PlainView:
 
     def step(self, event: StepDone, run: RunStarted | None) -> None:
         """Show a step if it is time; otherwise remember it in case it is the last."""
-        left = self._pace.remaining(event.step)
-        text = format.step_line(event, run, self._logged) + (f" eta {format.clock(left)}" if left else "")
+        remaining = self._pace.remaining(event.step)
+        text = format.step_line(event, run, self._logged) + (f" eta {format.clock(remaining)}" if remaining else "")
         if self._clock() < self._due:
             self._pending = text
             return

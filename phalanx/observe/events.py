@@ -328,7 +328,7 @@ class Goodput(Event):
 class RanksReported(Event):
     """What ranks measured about themselves (`heartbeat.Gauges`): the slowest 64 one by one, and all in percentiles.
 
-    Ranks of machines that do not share the run's folder with the main rank are not in it.
+    Ranks of nodes that do not share the run's folder with the main rank are not in it.
     """
 
     kind: ClassVar[str] = "ranks"
@@ -375,8 +375,8 @@ def from_dict(data: Mapping[str, Any]) -> Event:
     kind = KINDS.get(data.get("event", ""))
     if kind is None:
         raise ValueError(f"unknown event {data.get('event')!r}; known: {', '.join(sorted(KINDS))}")
-    known = {item.name: str(item.type) for item in dataclasses.fields(kind)}
-    return kind(**{name: _decode(value, known[name]) for name, value in data.items() if name in known})
+    type_of = {item.name: str(item.type) for item in dataclasses.fields(kind)}
+    return kind(**{name: _decode(value, type_of[name]) for name, value in data.items() if name in type_of})
 
 
 def from_json(line: str | bytes) -> Event:

@@ -199,7 +199,7 @@ def summary_rows(end: RunEnded, run: RunStarted | None, *, detailed: bool = True
         ("TensorBoard", run.tensorboard_dir if run and detailed else None),
         ("logs", (run.log_dir or run.run_dir) if run else None),
     ]
-    return rows + [(label, place) for label, place in places if place]
+    return rows + [(label, path) for label, path in places if path]
 
 
 def goodput_words(seconds: Mapping[str, float]) -> str:
@@ -214,8 +214,8 @@ def goodput_words(seconds: Mapping[str, float]) -> str:
 def summary_sentence(end: RunEnded, run: RunStarted | None) -> str:
     """Return the summary as one line."""
     best = [f"best {name} {value:.4f}" for name, value in end.best.items()]
-    place = [run.run_dir] if run and run.run_dir else []
-    parts = [f"{end.step:,} steps in {duration(end.total_time)}", *best, *place]
+    run_dir = [run.run_dir] if run and run.run_dir else []
+    parts = [f"{end.step:,} steps in {duration(end.total_time)}", *best, *run_dir]
     return f"{summary_title(end)}: {', '.join(parts)}"
 
 
@@ -235,8 +235,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    shown = [f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
-    return f"rank{'s' * (len(ordered) > 1)} {', '.join(shown)}"
+    spans = [f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
+    return f"rank{'s' * (len(ordered) > 1)} {', '.join(spans)}"
 
 
 def sent_words(sent: int, plain: int | None) -> str:

@@ -32,7 +32,7 @@ PLACES = {place: number for number, place in enumerate(("", *_CALLBACKS, "a save
 """Where a rank can be between steps for as long as the user's code or a disk takes; the first one is nowhere."""
 _BY_NUMBER = tuple(PLACES)
 BOARD_VARIABLE = "PHALANX_HEARTBEATS"
-"""The path of a rank's board: its machine may get another number while it runs."""
+"""The path of a rank's board: its node may get another number while it runs."""
 _BUSY_SECONDS = 1.0
 _BUSY_SHARE = 0.2
 """Of one core: a process that only polls for others uses less."""
@@ -102,7 +102,7 @@ def board_path(log_dir: Path, node_rank: int = 0) -> Path:
 
 
 _MADE_HERE: dict[Path, Path] = {}
-"""The board that this process made, by log folder: on the launcher of a machine that of its own ranks."""
+"""The board that this process made, by log folder: on the launcher of a node that of its own ranks."""
 
 
 class HeartbeatBoard:
@@ -283,20 +283,20 @@ class BusyBeat:
                 board.alive()
 
 
-def read_beats(log_dir: Path, *, own: bool = False) -> dict[int, Beat]:
-    """Return the last beat of every rank of a run, from the files of all machines that share its log folder.
+def read_beats(log_dir: Path, *, is_local: bool = False) -> dict[int, Beat]:
+    """Return the last beat of every rank of a run, from the files of all nodes that share its log folder.
 
-    A machine's file has entries for all ranks, and beats for its own. `own`: only the file that this process made.
+    A node's file has entries for all ranks, and beats for its own. `is_local`: only the file that this process made.
     """
-    found: dict[int, Beat] = {}
-    made = _MADE_HERE.get(log_dir.resolve()) if own else None
-    for path in _boards(log_dir) if made is None else [made]:
+    beats: dict[int, Beat] = {}
+    local = _MADE_HERE.get(log_dir.resolve()) if is_local else None
+    for path in _boards(log_dir) if local is None else [local]:
         with suppress(OSError, ValueError), closing(HeartbeatBoard(path)) as board:  # it is being replaced
             for rank in range(len(board)):
                 beat = board.read(rank)
-                if beat is not None and (rank not in found or found[rank].time < beat.time):
-                    found[rank] = beat
-    return dict(sorted(found.items()))
+                if beat is not None and (rank not in beats or beats[rank].time < beat.time):
+                    beats[rank] = beat
+    return dict(sorted(beats.items()))
 
 
 def _boards(log_dir: Path) -> Iterator[Path]:

@@ -163,8 +163,8 @@ class History:
                     rate = history.steps[-1]["learning_rate"] if history.steps else 0.0
                     if history.epochs and history.epochs[-1].epoch == event["epoch"]:
                         history.epochs.pop()  # the run ended within it, and was resumed
-                    known = ("epoch", "step", "train_loss", "val", "seconds", "samples_per_second")
-                    history.epochs.append(EpochRecord(**{k: event[k] for k in known}, learning_rate=rate))
+                    keys = ("epoch", "step", "train_loss", "val", "seconds", "samples_per_second")
+                    history.epochs.append(EpochRecord(**{k: event[k] for k in keys}, learning_rate=rate))
                 case "run_ended":
                     names = {item.name for item in dataclasses.fields(cls)} - {
                         "epochs",

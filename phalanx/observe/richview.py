@@ -200,5 +200,5 @@ class RichView:
 
 def _times(pace: Pace, done: int) -> str:
     """Return how long it has taken, and how long it will take: `0:10 < 0:27`."""
-    left = pace.remaining(done)
-    return format.clock(pace.elapsed) + ("" if left is None else f" < {format.clock(left)}")
+    remaining = pace.remaining(done)
+    return format.clock(pace.elapsed) + ("" if remaining is None else f" < {format.clock(remaining)}")

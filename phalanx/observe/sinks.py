@@ -28,7 +28,7 @@ from phalanx.observe.guard import Guard, say_to_user
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ class EventStream:
         """Let a sink take the events from now on."""
         self._sinks.append(sink)
 
-    def find(self, kind: type[Found]) -> Found | None:
+    def find(self, kind: type[Result]) -> Result | None:
         """Return the first sink of a kind, if there is one."""
         return next((sink for sink in self._sinks if isinstance(sink, kind)), None)
 
@@ -185,14 +185,14 @@ def _is_socket(descriptor: int) -> bool:
         return False
 
 
-def announce(what: str, rank: int, text: str = "") -> None:
+def announce(event: str, rank: int, text: str = "") -> None:
     """Send "joining" or "joined", where this rank enters or leaves its rendezvous, or "overdue" with what is late."""
     descriptor = os.environ.get(EVENTS_FD, "")
     if not descriptor.isdecimal():
         return
     with socket.socket(fileno=os.dup(int(descriptor))) as events:
         try:
-            events.send(json.dumps({"event": what, "rank": rank, **({"text": text} if text else {})}).encode())
+            events.send(json.dumps({"event": event, "rank": rank, **({"text": text} if text else {})}).encode())
         except (BrokenPipeError, ConnectionResetError):
             return  # the launcher has ended, and this rank will be killed
 
@@ -228,14 +228,15 @@ def check_sinks(config: DistributedConfig) -> None:
         return
     from importlib.metadata import entry_points  # 30 ms to import
 
-    known = sorted(entry_points(group=SINKS_GROUP).names)
+    installed = sorted(entry_points(group=SINKS_GROUP).names)
     for name in names:
-        if name not in known:
-            close = nearest(name, known)
+        if name not in installed:
+            close = nearest(name, installed)
             guess = f" Did you mean {close!r}?" if close else ""
             raise UsageError(
                 f"sinks = {config.sinks!r}: no installed package has a sink {name!r}.{guess}",
-                hint=f"Installed: {', '.join(known) or 'none'}. A package adds one by an entry point in {SINKS_GROUP}.",
+                hint=f"Installed: {', '.join(installed) or 'none'}. "
+                f"A package adds one by an entry point in {SINKS_GROUP}.",
             )
 
 

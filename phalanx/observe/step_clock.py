@@ -20,7 +20,7 @@ class Reading(NamedTuple):
     steps: int
     data_wait: float
     communication: float
-    own: float
+    own_work: float
     """Seconds of work that waits for no other rank: data and forward passes, where replicas hold whole models."""
 
 

@@ -30,7 +30,7 @@ class TrialControl:
         self._at = None if at is None else tuple(at)
         self._first = first
         self._every = every
-        self.asked = 0
+        self.iteration = 0
         """The last iteration that was checked: what lies before is decided."""
 
     @classmethod
@@ -45,11 +45,11 @@ class TrialControl:
 
     def start_after(self, iteration: int) -> None:
         """Set that the run begins after this iteration: what lies before is decided."""
-        self.asked = iteration
+        self.iteration = iteration
 
     def is_due(self, iteration: int) -> bool:
         """Whether the run waits now: a point lies between the last iteration that was checked and this one."""
-        before, self.asked = self.asked, iteration
+        before, self.iteration = self.iteration, iteration
         if self._at is None:
             return iteration >= self._first and iteration // self._every > before // self._every
         return any(before < point <= iteration for point in self._at)

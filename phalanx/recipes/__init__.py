@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.option import load_entry_point
-from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.errors import UsageError, a_type, nearest, unknown_name
 from phalanx.features import feature
 from phalanx.recipes.imports import check_import, extend_path, import_path_of, is_import_path, load_import
 
@@ -133,14 +133,14 @@ class Recipe:
         parts = [("model", self.model["name"]), ("data", self.data["name"]), ("loss", loss)]
         parts += [("augment", self.augment.get("name", "")), ("optimizer", self.optimizer)]
         parts += [*((f"metrics.{name}", path) for name, path in self.metrics.items())]
-        for what, path in [*parts, *(("callbacks", path) for path in self.callbacks)]:
+        for part, path in [*parts, *(("callbacks", path) for path in self.callbacks)]:
             if is_import_path(path):
-                check_import(path, what)
+                check_import(path, part)
 
 
 def from_document(document: Mapping[str, Any], name: str, folder: Path | None = None) -> Recipe:
     """Make a recipe from what a file or a function of the user holds; `folder`: where its file is."""
-    allowed = [each.name for each in fields(Recipe) if each.name not in ("paths", "sized", "source")]
+    allowed = [item.name for item in fields(Recipe) if item.name not in ("paths", "sized", "source")]
     for key in document:
         if key not in allowed:
             raise UsageError(
@@ -165,13 +165,13 @@ def from_document(document: Mapping[str, Any], name: str, folder: Path | None = 
         values[key] = tuple(import_path_of(v, key) if callable(v) else str(v) for v in values.get(key, ()))
     metrics: Mapping[str, Any] = values.get("metrics", {})
     values["metrics"] = {k: import_path_of(v, f"metrics.{k}") if callable(v) else str(v) for k, v in metrics.items()}
-    paths = tuple(dict.fromkeys(str(each) for each in (base.resolve(), Path.cwd())))
+    paths = tuple(dict.fromkeys(str(item) for item in (base.resolve(), Path.cwd())))
     return Recipe(str(document.get("name", name)), str(document.get("summary", "")), **values, paths=paths)
 
 
-def _part(given: Any, part: str, name: str, base: Path) -> dict[str, Any]:
+def _part(entry: Any, part: str, name: str, base: Path) -> dict[str, Any]:
     """Return a recipe's model or data as a table with a `name`."""
-    table = dict(given) if isinstance(given, Mapping) else {} if given is None else {"name": given}
+    table = dict(entry) if isinstance(entry, Mapping) else {} if entry is None else {"name": entry}
     value = table.get("name")
     if callable(value):
         value = import_path_of(value, part)
@@ -195,7 +195,7 @@ def _with_nested(table: Mapping[str, Any], keys: list[str], value: Any) -> dict[
 
 def read_changes(words: Sequence[str], settings: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split `--set KEY=VALUE` words into settings and nested values of a recipe; values are read as TOML, else text."""
-    own: dict[str, Any] = {}
+    of_run: dict[str, Any] = {}
     nested: dict[str, Any] = {}
     if words:
         import tomllib  # 5 ms, which help and completion do not need
@@ -210,7 +210,7 @@ def read_changes(words: Sequence[str], settings: Callable[[str], bool]) -> tuple
             value = text  # a plain word needs no quotes
         plain = key.removeprefix("settings.")
         if settings(plain):
-            own[plain] = value
+            of_run[plain] = value
         elif "." not in plain:
             close = nearest(plain, TABLES)
             raise UsageError(
@@ -219,7 +219,7 @@ def read_changes(words: Sequence[str], settings: Callable[[str], bool]) -> tuple
             )
         else:
             nested[key] = value
-    return own, nested
+    return of_run, nested
 
 
 def folders() -> list[Path]:
@@ -263,8 +263,8 @@ def find_recipe(name: str) -> Recipe | None:
         for ending in _ENDINGS:
             if (path := folder / f"{name}{ending}").is_file():
                 return read_recipe(path)
-    found = load_entry_point(GROUP, name)
-    return None if found is None else replace(as_recipe(found, name), source=name)
+    provided = load_entry_point(GROUP, name)
+    return None if provided is None else replace(as_recipe(provided, name), source=name)
 
 
 def _installed() -> list[str]:
@@ -273,22 +273,22 @@ def _installed() -> list[str]:
     return list(entry_points(group=GROUP).names)
 
 
-def as_recipe(found: Any, name: str) -> Recipe:
+def as_recipe(source: Any, name: str) -> Recipe:
     """Return the recipe that a module of the user holds: a Recipe, a dict, a path, or a function that returns one."""
     try:
-        made = found() if callable(found) else found
+        content = source() if callable(source) else source
     except Exception as error:  # it is code of the user
         raise UsageError(f"the recipe '{name}' raised {type(error).__name__}: {error}") from error
-    if isinstance(made, Recipe):
-        return made
-    if isinstance(made, (str, Path)):
-        return read_recipe(Path(made))
-    if not isinstance(made, Mapping):
+    if isinstance(content, Recipe):
+        return content
+    if isinstance(content, (str, Path)):
+        return read_recipe(Path(content))
+    if not isinstance(content, Mapping):
         raise UsageError(
-            f"'{name}' is a {type(made).__name__}, not a recipe",
+            f"'{name}' is {a_type(content)}, not a recipe",
             hint='Return a dict: {"model": ..., "data": ..., "settings": {...}}.',
         )
-    return from_document(made, name.rpartition(":")[2])
+    return from_document(content, name.rpartition(":")[2])
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +29,7 @@ def extend_path(folders: Iterable[str]) -> None:
             sys.path.insert(0, folder)
 
 
-def check_import(text: str, what: str) -> None:
+def check_import(text: str, part: str) -> None:
     """Raise where the module does not exist or does not define the name.
 
     Only the parent packages are imported: the module itself may import torch for seconds, so its source is read.
@@ -37,31 +39,30 @@ def check_import(text: str, what: str) -> None:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
-            raise _no_module(text, what, error.name) from None
-        raise _failed(text, what, error) from error
+            raise _no_module(text, part, error.name) from None
+        raise _failed(text, part, error) from error
     if spec is None:
-        raise _no_module(text, what, module)
+        raise _no_module(text, part, module)
     names = _defined_names(spec.origin)
     if names is not None and attribute.split(".")[0] not in names:
-        load_import(text, what)  # the module may define it in another way
+        load_import(text, part)  # the module may define it in another way
 
 
-def _no_module(text: str, what: str, module: str) -> UsageError:
+def _no_module(text: str, part: str, module: str) -> UsageError:
     return UsageError(
-        f"{what} = '{text}': there is no module '{module}'",
+        f"{part} = '{text}': there is no module '{module}'",
         hint="Modules are found next to the recipe's file, in the current folder and in installed packages.",
     )
 
 
-def _failed(text: str, what: str, error: BaseException) -> UsageError:
-    return UsageError(f"{what} = '{text}' cannot be imported: {type(error).__name__}: {error}")
+def _failed(text: str, part: str, error: BaseException) -> UsageError:
+    return UsageError(f"{part} = '{text}' cannot be imported: {type(error).__name__}: {error}")
 
 
 def _defined_names(origin: str | None) -> set[str] | None:
     """Return the names that a source file defines at its top level; None where that cannot be seen."""
     if origin is None or not origin.endswith(".py"):
         return None
-    import ast  # help and completion do not need it
 
     with open(origin, "rb") as file:
         source = file.read()
@@ -81,55 +82,53 @@ def _defined_names(origin: str | None) -> set[str] | None:
     return names
 
 
-def load_import(text: str, what: str) -> Any:
+def load_import(text: str, part: str) -> Any:
     """Import `package.module:attribute` and return the attribute."""
     module, _, attribute = text.partition(":")
     try:
         value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and module.startswith(error.name):
-            raise _no_module(text, what, error.name) from None
-        raise _failed(text, what, error) from error
+            raise _no_module(text, part, error.name) from None
+        raise _failed(text, part, error) from error
     except Exception as error:  # a module of the user may fail in any way
-        raise _failed(text, what, error) from error
+        raise _failed(text, part, error) from error
     for name in attribute.split("."):
         if not hasattr(value, name):
             names = [name_in_module for name_in_module in vars(value) if not name_in_module.startswith("_")]
-            raise UsageError(f"{what} = '{text}': {unknown_name(f'name in {module}', name, names)}")
+            raise UsageError(f"{part} = '{text}': {unknown_name(f'name in {module}', name, names)}")
         value = getattr(value, name)
     return value
 
 
-def import_path_of(value: Any, what: str) -> str:
+def import_path_of(value: Any, part: str) -> str:
     """Return the import path of a function or class, so that ranks can find it."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if not callable(value) or module is None or "<" in name or module == "__main__":
         raise UsageError(
-            f"{what} is {value!r}: ranks cannot import it",
+            f"{part} is {value!r}: ranks cannot import it",
             hint="Give a function or class that a module defines at its top level, or its path 'package.module:name'.",
         )
     return f"{module}:{name}"
 
 
-def unknown_option(what: str, given: str, allowed: Sequence[str]) -> UsageError:
+def unknown_option(owner: str, option: str, allowed: Sequence[str]) -> UsageError:
     """Return the error about an unknown option, with the name that was meant."""
-    return UsageError(unknown_name("option", given, allowed, of=what, close=like_option(given, allowed)))
+    return UsageError(unknown_name("option", option, allowed, of=owner, close=like_option(option, allowed)))
 
 
-def check_number(what: str, option: str, value: Any, kind: Any) -> None:
+def check_number(owner: str, option: str, value: Any, kind: Any) -> None:
     """Refuse a text for an option whose annotation, a type or its name, is that of a number."""
     expected = {"int": "a whole number", "float": "a number"}.get(str(getattr(kind, "__name__", kind)))
     if expected and isinstance(value, str):
-        raise UsageError(f"{what}: {option} = {value!r}: expected {expected}")
+        raise UsageError(f"{owner}: {option} = {value!r}: expected {expected}")
 
 
-def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str, **fixed: Any) -> Any:
+def call_with(make: Callable[..., Any], options: Mapping[str, Any], owner: str, **fixed: Any) -> Any:
     """Call a function with options by keyword; unknown and missing ones are reported with the nearest name.
 
     `fixed`: arguments that are not options of the user.
     """
-    import inspect
-
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):  # a function in C has no signature
@@ -140,10 +139,10 @@ def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str, *
     for option in options:
         if option not in named and not takes_any:
             if not named:
-                raise UsageError(f"{what} takes no options; got '{option}'")
-            raise unknown_option(what, option, named)
-        check_number(what, option, options[option], getattr(parameters.get(option), "annotation", None))
+                raise UsageError(f"{owner} takes no options; got '{option}'")
+            raise unknown_option(owner, option, named)
+        check_number(owner, option, options[option], getattr(parameters.get(option), "annotation", None))
     missing = [name for name in named if parameters[name].default is inspect.Parameter.empty and name not in options]
     if missing:
-        raise UsageError(f"{what} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}")
+        raise UsageError(f"{owner} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}")
     return make(**fixed, **options)

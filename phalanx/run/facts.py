@@ -17,8 +17,8 @@ _OF_ONE_PLACE = ("run_dir", "node_rank", "rdzv_endpoint")
 
 def defaults() -> dict[str, Any]:
     """Return the settings that have a default."""
-    known = {name: field.default for name, field in FIELDS.items() if name not in _OF_ONE_PLACE}
-    return {name: value for name, value in known.items() if value is not None}
+    values = {name: field.default for name, field in FIELDS.items() if name not in _OF_ONE_PLACE}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def choices(run: StoredRun) -> dict[str, Any]:

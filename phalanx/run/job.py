@@ -97,7 +97,7 @@ def _run_formed(job: Job, survivor: Survival | None = None) -> JobResult:
         by_engine = formation.strategy.owns_step
         keep = formation.world.env.local_rank == 0
         if return_weights and not by_engine:
-            _take_trained(result, formation, job.task, keep=keep)
+            _put_trained(result, formation, job.task, keep=keep)
     if return_weights and by_engine:  # an engine gives the model its weights back when the formation closes
         result.weights = whole_weights(job.task.model, keep=keep)
         if not formation.strategy.owns_gradients and isinstance(job.task.optimizer, torch.optim.Optimizer):
@@ -106,7 +106,7 @@ def _run_formed(job: Job, survivor: Survival | None = None) -> JobResult:
     return result
 
 
-def _take_trained(result: JobResult, formation: Formation, task: TrainTask, *, keep: bool) -> None:
+def _put_trained(result: JobResult, formation: Formation, task: TrainTask, *, keep: bool) -> None:
     """Put the weights and the states of the user's optimizers into the result.
 
     All ranks call this, for sharded tensors are gathered from all of them; `keep`: whether this one keeps them.
@@ -131,7 +131,7 @@ def _trained_until(error: BaseException, formation: Formation, job: Job, loop: T
     loop.history.status = "failed"
     partial = JobResult(history=loop.history, ended=f"after step {loop.step}, {came_back(job.task)}")
     try:
-        _take_trained(partial, formation, job.task, keep=True)
+        _put_trained(partial, formation, job.task, keep=True)
     except (RuntimeError, MemoryError) as second:  # of a GPU after its first error, or a full memory: not the cause
         error.add_note(f"what was trained cannot be read any more: {second}")
         return
@@ -165,7 +165,7 @@ def _fit_in_folder(formation: Formation, job: Job, survivor: Survival | None) ->
 
 
 def _check_per_node(world: World, config: DistributedConfig) -> None:
-    """Run the checks before a start on the first rank of each machine; raise on all ranks what one of them found."""
+    """Run the checks before a start on the first rank of each node; raise on all ranks what one of them found."""
     failure: PhalanxError | None = None
     if world.env.local_rank == 0:
         from phalanx.run.preflight import check_before_start  # the other ranks do not load it
@@ -215,8 +215,10 @@ def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survival | N
         error = memory.explained(original)
         if job.gives_back and formation.world_size == 1 and loop is not None and loop.step:
             last = loop.saving.last_path
-            kept = f"the last checkpoint is {last}" if last else "no checkpoint was saved"
-            error.add_note(f"after step {loop.step}, {loop.saving.weights_left or came_back(job.task)}, and {kept}")
+            last_checkpoint = f"the last checkpoint is {last}" if last else "no checkpoint was saved"
+            error.add_note(
+                f"after step {loop.step}, {loop.saving.weights_left or came_back(job.task)}, and {last_checkpoint}"
+            )
         elif job.gives_back and loop is not None and loop.step:
             _trained_until(error, formation, job, loop)
         if error is not original:
@@ -286,12 +288,12 @@ def _predict(formation: Formation, job: Job) -> JobResult:
     model = formation.prepare(job.task.model)
     loader = formation.prepare_loader(job.task.val, training=False, in_order=True).augmented(job.task.augment)
     outputs = predict(formation, model, loader)
-    own = outputs if formation.world.leads_samples else []  # ranks that share samples all have their outputs
+    outputs_here = outputs if formation.world.leads_samples else []  # ranks that share samples all have their outputs
     parts: list[Any] = [None] * formation.world_size
     if formation.world_size > 1:
-        dist.gather_object(own, parts if formation.is_main else None, dst=0)
+        dist.gather_object(outputs_here, parts if formation.is_main else None, dst=0)
     else:
-        parts = [own]
+        parts = [outputs_here]
     if not formation.is_main:
         return JobResult()
     ordered = sorted((piece for part in parts for piece in part), key=lambda piece: piece[0])

@@ -12,15 +12,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from phalanx.config import DistributedConfig
 from phalanx.errors import DataError, UsageError
 from phalanx.host.files import scratch_folder
 from phalanx.loop.hooks import Callback
 from phalanx.loop.step_info import StepInfo
+
+if TYPE_CHECKING:
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
 
 _SMOOTHING = 0.9
 _DIVERGED = 3.0
@@ -56,7 +62,7 @@ class RateSweep:
         places = [math.log10(rate) for rate in self.rates]
         last = len(places) - 1
         reach = max(1, round(_REACH * last / (places[-1] - places[0])))
-        pairs = [(max(0, place - reach), min(last, place + reach)) for place in range(len(places))]
+        pairs = [(max(0, index - reach), min(last, index + reach)) for index in range(len(places))]
         return [(self.smoothed[b] - self.smoothed[a]) / (places[b] - places[a]) for a, b in pairs]
 
     @property
@@ -68,7 +74,18 @@ class RateSweep:
         return None if best is None or self.slopes[best] >= 0 else self.rates[best]
 
 
-def find_rate(trainer: Any, train: Any, low: float, high: float, steps: int) -> RateSweep:
+class SweepableTrainer(Protocol):
+    """What a sweep takes from the trainer whose model it copies."""
+
+    config: DistributedConfig
+    model: nn.Module
+    optimizer: Any
+    loss_fn: Any
+    augment: Any
+    training_step: Any
+
+
+def find_rate(trainer: SweepableTrainer, train: Any, low: float, high: float, steps: int) -> RateSweep:
     """Train a copy of a trainer's model for some steps with a growing rate, and return its losses."""
     if not 0 < low < high or steps < 2 * (_FIRST_STEPS + _LAST_STEPS):
         least = 2 * (_FIRST_STEPS + _LAST_STEPS)
@@ -80,7 +97,8 @@ def find_rate(trainer: Any, train: Any, low: float, high: float, steps: int) -> 
     model, optimizer = copy.deepcopy((trainer.model, trainer.optimizer))  # together: one holds the other's parameters
     with scratch_folder("rate") as folder:
         config = trainer.config.replace(**_OFF, run_dir=str(folder / "run"), max_steps=steps)
-        sweep = type(trainer)(
+        make: Any = type(trainer)
+        sweep = make(
             model, config, loss_fn=trainer.loss_fn, optimizer=optimizer, augment=trainer.augment,
             scheduler=_RateGrowth(low, high, steps), scheduler_interval="step", callbacks=[_Divergence()],
         )  # fmt: skip
@@ -132,14 +150,15 @@ class _Factor:
 class _Divergence(Callback):
     """Ends the sweep where the loss is not finite, or far above its lowest mean; losses are equal on all ranks."""
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Judge the step: its loss was just read."""
+        control = cast("TrainLoop", trainer).control
         records = trainer.history.steps
         if not records or records[-1]["step"] != info.step:  # losses that are not finite are left out
-            trainer.control.end_early(f"the loss was not finite at the rate {info.learning_rate:.2g}")
+            control.end_early(f"the loss was not finite at the rate {info.learning_rate:.2g}")
             return
         means = smoothed([record["loss"] for record in records])
         lowest = min(means)
         usual = max(abs(lowest), abs(means[0]))  # a loss may be below zero, and near it
         if len(means) > _FIRST_STEPS and means[-1] > lowest + _DIVERGED * usual:
-            trainer.control.end_early(f"the loss diverged at the rate {info.learning_rate:.2g}")
+            control.end_early(f"the loss diverged at the rate {info.learning_rate:.2g}")

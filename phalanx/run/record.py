@@ -204,10 +204,10 @@ def end_record(run_dir: Path, outcome: str) -> None:
 def _git(*words: str) -> str | None:
     """Return what git prints; None without git or a repository, and where the file system does not answer soon."""
     try:
-        asked = subprocess.run(["git", *words], capture_output=True, timeout=2, check=False)
+        result = subprocess.run(["git", *words], capture_output=True, timeout=2, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.decode(errors="replace") if asked.returncode == 0 else None
+    return result.stdout.decode(errors="replace") if result.returncode == 0 else None
 
 
 def _environment() -> dict[str, str]:

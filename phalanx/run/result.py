@@ -15,7 +15,7 @@ from phalanx.observe.history import History
 RESULT_NAME = "result.pt"
 WEIGHTS_NAME = "weights.pt"
 _HEAVY = ("weights", "optimizers")
-"""Parts of a result in a separate file, which may be too large to come back from another machine."""
+"""Parts of a result in a separate file, which may be too large to come back from another node."""
 
 
 @dataclass
@@ -61,15 +61,15 @@ def _write(content: object, path: Path) -> None:
 def read_result(folder: Path, *, may_have_none: bool = False) -> Any:
     """Read the result; it was written by ranks that this process started from its own pickle.
 
-    `may_have_none`: whether all ranks of this machine may have been scaled away before the end of the run.
+    `may_have_none`: whether all ranks of this node may have been scaled away before the end of the run.
     """
     if may_have_none and not (folder / RESULT_NAME).exists():
-        reason = "the run has finished on other machines, and this one had no rank left"
+        reason = "the run has finished on other nodes, and this one had no rank left"
         _say_untrained(reason)
         return JobResult(history=History(status="finished", reason=reason))
     if not (folder / RESULT_NAME).exists():
         raise UsageError(
-            "the ranks have ended well, but their result did not come back from the machine that holds it",
+            "the ranks have ended well, but their result did not come back from the node that holds it",
             hint="Run on less data at a time, or write what you need from the ranks: phalanx train --script ...",
         )
     import torch

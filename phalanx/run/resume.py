@@ -50,7 +50,7 @@ def resume_settings(run: StoredRun) -> dict[str, Any]:
 def check_not_in_use(config: DistributedConfig, *, again: bool = False) -> StoredRun | None:
     """Refuse a folder that a run in progress writes to, on any host; return the run that it holds, if any.
 
-    Of several machines, the first one checks the folder that all of them share. `again`: a fit, after others of this
+    Of several nodes, the first one checks the folder that all of them share. `again`: a fit, after others of this
     process, which count as in progress while the process lives where they were broken off.
     """
     if config.run_dir is None or config.node_rank or not is_run(Path(config.run_dir)):
@@ -104,7 +104,7 @@ def check_left(config: DistributedConfig, run: StoredRun | None = None) -> None:
     reached = {name: (have, most) for name, (have, most) in limits.items() if most is not None and have >= most}
     if not reached:
         return
-    asked = " and ".join(f"{name} = {most}" for name, (_, most) in reached.items())
+    text = " and ".join(f"{name} = {most}" for name, (_, most) in reached.items())
     if run is None:
         more = " and ".join(f"{name}={2 * have}" for name, (have, _) in reached.items())
         hint = f"Train on with {more}. Or begin a new run with its weights: trainer.load(path)."
@@ -112,7 +112,7 @@ def check_left(config: DistributedConfig, run: StoredRun | None = None) -> None:
         more = " ".join(f"--{name.replace('_', '-')} {2 * have}" for name, (have, _) in reached.items())
         hint = f"Train on: {resume_command(run)} {more}. Or measure it: phalanx evaluate {shlex.quote(run.name)}"
     raise UsageError(
-        f"{checkpoint_path if run is None else run.name} has nothing left to train: {asked}, and its checkpoint is at "
+        f"{checkpoint_path if run is None else run.name} has nothing left to train: {text}, and its checkpoint is at "
         f"step {step}, after {epoch} whole epochs. Nothing was changed",
         hint=hint,
     )
@@ -184,7 +184,7 @@ def _rewrite(run: StoredRun, **changes: Any) -> None:
 
 
 def note_end(run: StoredRun) -> None:
-    """Note that a run has ended without a report, as the user or a scheduler knows: its machine was lost."""
+    """Note that a run has ended without a report, as the user or a scheduler knows: its node was lost."""
     if run.status == "running":
         raise UsageError(f"{run.name} is running", hint=f"End it: phalanx runs stop {shlex.quote(run.name)}")
     if run.status in ("unknown", "damaged"):

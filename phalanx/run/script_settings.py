@@ -18,7 +18,7 @@ from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.config import FIELDS, Resolved
+from phalanx.config import FIELDS, ResolvedConfig
 from phalanx.config.ways import IN_SCRIPT, SCRIPT, unused_by_script
 from phalanx.errors import UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget
@@ -38,7 +38,7 @@ class ScriptUsage(NamedTuple):
     """The names in its code: a loop may read `f.config.epochs`."""
 
 
-def check_script_settings(target: ScriptTarget | ModuleTarget, resolved: Resolved) -> None:
+def check_script_settings(target: ScriptTarget | ModuleTarget, resolved: ResolvedConfig) -> None:
     """Refuse flags that have no effect for a script; name such settings of other sources, which runs may share."""
     config = resolved.config
     changed = config.changed(*FIELDS)
@@ -94,7 +94,7 @@ class _Code:
         self.is_opaque = False
         """Whether the code cannot tell which settings are read."""
         self._aliases = {"phalanx"}
-        self._seen: set[Path] = set()
+        self._files_read: set[Path] = set()
         first = _first_file(target)
         if first is None:
             self.is_opaque = True
@@ -103,9 +103,9 @@ class _Code:
         self._read(first, "" if isinstance(target, ScriptTarget) else target.name)
 
     def _read(self, path: Path, module: str) -> None:
-        if path in self._seen:
+        if path in self._files_read:
             return
-        self._seen.add(path)
+        self._files_read.add(path)
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):  # the rank that runs it reports it better
@@ -181,7 +181,10 @@ def _is_independent(top: str) -> bool:
         return True  # an optional import
     places = [spec.origin or "", *(spec.submodule_search_locations or [])]
     installed = [sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib")]
-    if not any(place.startswith(folder) for place in places for folder in installed) and spec.origin != "built-in":
+    if (
+        not any(location.startswith(folder) for location in places for folder in installed)
+        and spec.origin != "built-in"
+    ):
         return False  # somewhere else on the path
     needed = [text for name in packages_distributions().get(top, ()) for text in distribution(name).requires or ()]
     return not any(re.match(r"phalanx\b", text) for text in needed)

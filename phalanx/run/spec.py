@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import FIELDS, DistributedConfig, Resolved
+from phalanx.config import FIELDS, DistributedConfig, ResolvedConfig
 from phalanx.config.run_fields import Monitoring
 from phalanx.config.settings import ENV_PREFIX, settings_with
 from phalanx.engine import VARIABLE, engine_name, engine_of
@@ -79,7 +79,7 @@ def launch_spec(
 
 
 def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
-    """Return what all machines of a run must have in common: versions, the script, and settings that decide numbers."""
+    """Return what all nodes of a run must have in common: versions, the script, and settings that decide numbers."""
     free = {*settings_with("machine"), *Monitoring.__dataclass_fields__}
     names = [name for name in FIELDS if name not in free]
     facts = {"phalanx": __version__, "torch": version("torch").partition("+")[0]}
@@ -131,7 +131,7 @@ def recipe_target(recipe: Recipe, config: DistributedConfig, run_dir: Path, fold
     return CallTarget(RUN_JOB, str(payload))
 
 
-def given_settings(resolved: Resolved, config: DistributedConfig) -> dict[str, Any]:
+def given_settings(resolved: ResolvedConfig, config: DistributedConfig) -> dict[str, Any]:
     """Return the settings that some source set, with the config's values."""
     return {name: getattr(config, name) for name in FIELDS if name in resolved.given}
 

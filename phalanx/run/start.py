@@ -134,13 +134,13 @@ def write_payload(job: object, path: Path) -> None:
         with path.open("wb") as file:
             Pickler(file).dump(job)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        what = "open files, locks, sockets, running DataLoader iterators and CUDA handles are not"
+        rule = "open files, locks, sockets, running DataLoader iterators and CUDA handles are not"
         if "parametrized" in str(error):  # torch's text, with a link to what does not help here
             error = RuntimeError("torch does not pickle parametrized modules")
-            what = "modules with weight_norm, spectral_norm or another parametrization are not"
+            rule = "modules with weight_norm, spectral_norm or another parametrization are not"
         raise errors.UsageError(
             f"the job cannot be sent to the ranks: {error}",
-            hint=f"Everything given to the trainer must be picklable: {what}. Or run the script itself on the ranks, "
+            hint=f"Everything given to the trainer must be picklable: {rule}. Or run the script itself on the ranks, "
             "which then build the model themselves: phalanx train --script train.py --num-workers 2",
         ) from error
 
@@ -185,11 +185,11 @@ class RemoteJob(Protocol):
     run_dir: Path | None
 
     def run(self) -> Any:
-        """Run it on a rank; the result is that of the first rank on this machine."""
+        """Run it on a rank; the result is that of the first rank on this node."""
 
 
 def send_job(job: RemoteJob, layout: JobLayout, data: Mapping[str, Any] | None = None) -> Any:
-    """Start the ranks, let them run the job, and return the result of the first rank on this machine.
+    """Start the ranks, let them run the job, and return the result of the first rank on this node.
 
     `data`: data sets that the launcher distributes to the ranks, by name.
     """

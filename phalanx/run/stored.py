@@ -76,8 +76,8 @@ class StoredRun:
         """Whether this user or root alone can have written run.json; else it is shown, and nothing is done by it."""
         return is_trusted(self.path) and is_trusted(self.path / FILE)
 
-    def require_trust(self, what: str, hint: str = "") -> None:
-        """Refuse a run that another user may have written; `what`: the end of the sentence that its run.json begins."""
+    def require_trust(self, effect: str, hint: str = "") -> None:
+        """Refuse a run that another user may have written; `effect`: how the sentence about it ends."""
         if self.is_trusted:
             return
         path, copy = shlex.quote(str(self.path)), shlex.quote(f"{self.path.name}-copy")
@@ -89,7 +89,8 @@ class StoredRun:
         else:
             whose, how = "belongs to another user", f"cp -r {path} {copy}"
         raise UsageError(
-            f"{self.path / FILE} {whose}, and {what}", hint=f"If you have read it and trust it: {how}. {hint}".strip()
+            f"{self.path / FILE} {whose}, and {effect}",
+            hint=f"If you have read it and trust it: {how}. {hint}".strip(),
         )
 
     @property
@@ -156,7 +157,7 @@ class StoredRun:
     def status(self) -> str:
         """In one word: running, finished, stopped, preempted, failed, or killed where nothing was reported."""
         last, record = self._last("run_started", "run_ended"), self.record
-        here = record is not None and record.host == socket.gethostname()
+        is_local = record is not None and record.host == socket.gethostname()
         alive = record is not None and record.is_alive
         if last.get("event") == "run_ended":
             # A run that is resumed reports its start only when its ranks have started.
@@ -170,7 +171,7 @@ class StoredRun:
             return record.outcome
         if alive or self._is_locked:
             return "running"
-        return "damaged" if self.damage else "killed" if here else "unknown"
+        return "damaged" if self.damage else "killed" if is_local else "unknown"
 
     @cached_property
     def failure(self) -> dict[str, Any]:
@@ -233,8 +234,8 @@ class StoredRun:
     @property
     def steps(self) -> tuple[int, int | None]:
         """Steps taken, and the steps of the whole run where they are known."""
-        taken = max((int(e["step"]) for e in self._ends if isinstance(e.get("step"), int)), default=0)
-        return taken, self.begun.get("total_steps")
+        step = max((int(e["step"]) for e in self._ends if isinstance(e.get("step"), int)), default=0)
+        return step, self.begun.get("total_steps")
 
     @property
     def best(self) -> tuple[str, float] | None:
@@ -268,22 +269,24 @@ class StoredRun:
         """Published checkpoints of this run, the oldest first."""
         directory = self.checkpoint_dir
         try:
-            found = sorted(path for path in directory.glob("step-*") if (path / "manifest.json").is_file())
+            paths = sorted(path for path in directory.glob("step-*") if (path / "manifest.json").is_file())
         except OSError:
             if not isinstance(directory, RemotePath):
                 raise
             return []  # runs can be listed without access to where their checkpoints are
         if self.owns_checkpoint_dir:
-            return found
+            return paths
         names, runs = set[str](), set[str]()
         for event in self.events():
             if event["event"] == "checkpoint":
                 names.add(Path(event["path"]).name)
             elif event["event"] == "run_started" and event.get("run_id"):
                 runs.add(event["run_id"])
-        own = [path for path in found if path.name in names]
+        recorded = [path for path in paths if path.name in names]
         # A name in a folder that was free again may be that of another run by now; at a URL each save has its own.
-        return own if isinstance(directory, RemotePath) or not runs else [p for p in own if _run_of(p) in runs]
+        return (
+            recorded if isinstance(directory, RemotePath) or not runs else [p for p in recorded if _run_of(p) in runs]
+        )
 
     @property
     def owns_checkpoint_dir(self) -> bool:

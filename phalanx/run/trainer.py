@@ -21,7 +21,7 @@ from phalanx.config.option import check_folder, local_path
 from phalanx.config.settings import ENV_PREFIX
 from phalanx.config.ways import late_note
 from phalanx.engine import engine_of
-from phalanx.errors import PreemptedError, UsageError, unknown_name
+from phalanx.errors import PreemptedError, UsageError, a_type, unknown_name
 from phalanx.host.gpus import count_gpus
 from phalanx.host.remote import as_path
 from phalanx.loop.loader import Augmentation
@@ -108,18 +108,18 @@ class TorchTrainer:
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is not None and not isinstance(config, DistributedConfig):
             raise UsageError(
-                f"the second argument of {type(self).__name__} is a {type(config).__name__}: expected a "
+                f"the second argument of {type(self).__name__} is {a_type(config)}: expected a "
                 "DistributedConfig or an optimizer",
                 hint="Name it: loss_fn=..., optimizer=..., or a setting such as num_workers=2.",
             )
         if config is not None:
             chosen = config.replace(**settings) if settings else config
-            self._given = frozenset(settings)
+            self._settings_given = frozenset(settings)
             chosen.refuse_unused(settings)
         else:  # torch's own trainer has any strategy, so that a flag or variable may name another backend
             backend = {} if self.backend == FIELDS["backend"].default else {"backend": self.backend}
             resolved = resolve({**backend, **settings})
-            chosen, self._given = resolved.config, resolved.given
+            chosen, self._settings_given = resolved.config, resolved.given
         chosen.require_torch(type(self).__name__)
         self._report_other_backend(chosen)
         return chosen
@@ -154,7 +154,7 @@ class TorchTrainer:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             check_trains_adapters([self.model], self.optimizer, config)
         task = self._task(train=train, val=val)
-        task.given = self._given | frozenset(settings)
+        task.given = self._settings_given | frozenset(settings)
         check_task(task, config)
         self._last_data = train
         history = self._run("fit", task, config).history
@@ -192,7 +192,7 @@ class TorchTrainer:
         ONNX needs an example of the inputs: the data of the last fit, or `data`.
         """
         path, env = local_path(path), read_rank_env()
-        if here := env is None or env.rank == 0:
+        if writes := env is None or env.rank == 0:
             check_folder(f"save('{path}')", path)
         if path.suffix == ".onnx":
             return self._save_onnx(path, data)
@@ -201,7 +201,7 @@ class TorchTrainer:
                 f"save('{path}'): {unknown_name('ending', path.suffix or '(none)', _SAVED_AS)}",
                 hint="A Hugging Face folder is written by phalanx.zoo.models.save_pretrained(model, folder).",
             )
-        save_weights(self.model, path, here=here)
+        save_weights(self.model, path, writes=writes)
         return path
 
     def _save_onnx(self, path: Path, data: Any) -> Path:
@@ -293,7 +293,7 @@ class TorchTrainer:
             with recorded_run(job.run_dir, config, record, advise=advise) as run:
                 result = send_job(job, layout, data=data)
                 run.outcome = result.outcome
-        _take_back(self, result)
+        _return_trained(self, result)
         return result
 
 
@@ -301,7 +301,7 @@ def _after_failure(trainer: TorchTrainer, run_dir: Path, error: BaseException, i
     """Give the caller of a fit that failed what came back, and say in the error what that is."""
     result = getattr(error, "partial_result", None)
     if isinstance(result, JobResult):
-        _take_back(trainer, result)
+        _return_trained(trainer, result)
         trainer.history = result.history
     if isinstance(error, KeyboardInterrupt):
         error.args = (f"{BY_CTRL_C}, before the ranks had a result; {_what_came(run_dir)}",)
@@ -309,7 +309,7 @@ def _after_failure(trainer: TorchTrainer, run_dir: Path, error: BaseException, i
         error.add_note(_what_came(run_dir, result.ended if isinstance(result, JobResult) else ""))
 
 
-def _take_back(trainer: TorchTrainer, result: JobResult) -> None:
+def _return_trained(trainer: TorchTrainer, result: JobResult) -> None:
     """Give the caller's model, optimizers and scheduler what ranks of other processes have trained."""
     model, scheduler = trainer.model, trainer.scheduler
     if result.weights is not None:
@@ -338,8 +338,8 @@ def _what_came(run_dir: Path, trained: str = "") -> str:
     from phalanx.run.stored import StoredRun  # the parent's side, after a failure
 
     last = StoredRun(run_dir).checkpoints[-1:]
-    kept = f"the last checkpoint is {last[0]}: trainer.load('{last[0]}')" if last else "no checkpoint was saved"
-    return f"{trained or 'the model is as it was before fit'}, and {kept}"
+    checkpoint = f"the last checkpoint is {last[0]}: trainer.load('{last[0]}')" if last else "no checkpoint was saved"
+    return f"{trained or 'the model is as it was before fit'}, and {checkpoint}"
 
 
 class Trainer(TorchTrainer):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from phalanx import checkpoint, torch_compiler
-from phalanx.errors import CheckpointError, nearest
+from phalanx import checkpoint, torch_compat
+from phalanx.errors import CheckpointError, a_type, nearest
 from phalanx.strategies.base import part_like, whole
 from phalanx.strategies.tensors import PLACED, is_meta, is_placed, materialise
 
@@ -109,15 +109,15 @@ _TORCH_SUFFIXES = {".pt", ".pth"}
 _Info = tuple[torch.Size, torch.dtype]
 
 
-def save_weights(model: nn.Module, path: Path, *, here: bool = True) -> None:
+def save_weights(model: nn.Module, path: Path, *, writes: bool = True) -> None:
     """Write the weights, all or none: safetensors, or torch's own format for .pt and .pth.
 
-    Every rank calls this, since sharded weights are gathered from all of them; only the one with `here` writes.
+    Every rank calls this, since sharded weights are gathered from all of them; only the one with `writes` writes.
     """
-    state = whole_weights(model, keep=here)
+    state = whole_weights(model, keep=writes)
     if state is None:
         return
-    state = {torch_compiler.uncompiled_name(name): value for name, value in state.items()}
+    state = {torch_compat.uncompiled_name(name): value for name, value in state.items()}
     temporary = path.with_name(f".{path.name}.writing")
     try:
         try:
@@ -161,10 +161,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
             hint=f"Did you mean '{path.with_name(near)}'?" if near else "Files end with .safetensors, .pt or .pth.",
         )
     saved = read_weights(path)
-    here = model.state_dict()
-    names = {name: torch_compiler.uncompiled_name(name) for name in here}
-    _compare(path, saved, {torch_compiler.uncompiled_name(n): info for n, info in _described(model, here).items()})
-    model.load_state_dict({name: part_like(saved[names[name]], value) for name, value in here.items()})
+    state = model.state_dict()
+    names = {name: torch_compat.uncompiled_name(name) for name in state}
+    _compare(path, saved, {torch_compat.uncompiled_name(n): info for n, info in _described(model, state).items()})
+    model.load_state_dict({name: part_like(saved[names[name]], value) for name, value in state.items()})
 
 
 def read_weights(path: Path) -> Mapping[str, Any]:
@@ -179,23 +179,23 @@ def read_weights(path: Path) -> Mapping[str, Any]:
     except Exception as error:  # each reader has its own errors for a damaged file
         raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict of weights")
-    return {torch_compiler.uncompiled_name(name): value for name, value in state.items()}
+        raise CheckpointError(f"{path} holds {a_type(state)}, not a state dict of weights")
+    return {torch_compat.uncompiled_name(name): value for name, value in state.items()}
 
 
 def _described(model: nn.Module, state: Mapping[str, Any]) -> dict[str, _Info | None]:
     """Return whole shape and dtype of every entry by name, those of all pipeline stages; None: not a tensor."""
-    here = {n: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for n, v in state.items()}
+    infos = {n: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for n, v in state.items()}
     if not is_placed(model):
-        return here
+        return infos
     from phalanx.strategies.pipeline.placement import join_stages
 
-    return join_stages(model, here)
+    return join_stages(model, infos)
 
 
-def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, _Info | None]) -> None:
+def _compare(path: Path, saved: Mapping[str, Any], infos: Mapping[str, _Info | None]) -> None:
     """Raise for the first parameter in which a file and the model differ."""
-    for name, info in here.items():
+    for name, info in infos.items():
         if name not in saved:
             close = nearest(name, saved)
             has = f" (it has '{close}')" if close else ""
@@ -204,7 +204,7 @@ def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, _Info | No
         if info is not None and isinstance(tensor, torch.Tensor) and tensor.shape != info[0]:
             then, now = list(tensor.shape), list(info[0])
             raise CheckpointError(f"{path} belongs to another model: '{name}' is {then} in it and {now} in the model")
-    extra = next((name for name in saved if name not in here), None)
+    extra = next((name for name in saved if name not in infos), None)
     if extra is not None:
         raise CheckpointError(f"{path} has '{extra}', which the model does not have")
 
@@ -213,8 +213,8 @@ def _load_from_checkpoint(model: nn.Module, path: Path) -> None:
     state = get_model_state_dict(model)
     tensors = {name: info for name, info in _described(model, state).items() if info is not None}
 
-    def template_of(found: checkpoint.Checkpoint) -> dict[str, Any]:
-        checkpoint.compare_model(found.manifest, tensors)
+    def template_of(stored: checkpoint.Checkpoint) -> dict[str, Any]:
+        checkpoint.compare_model(stored.manifest, tensors)
         return {"model": state}
 
     checkpoint.load_newest(path, template_of, required=True)
@@ -223,9 +223,9 @@ def _load_from_checkpoint(model: nn.Module, path: Path) -> None:
 
 def _without_sharing(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors that share memory (tied weights): safetensors stores each once."""
-    seen: set[int] = set()
+    pointers: set[int] = set()
     separate = {}
     for name, value in state.items():
-        separate[name] = value.clone() if value.data_ptr() in seen and value.numel() else value
-        seen.add(value.data_ptr())
+        separate[name] = value.clone() if value.data_ptr() in pointers and value.numel() else value
+        pointers.add(value.data_ptr())
     return separate

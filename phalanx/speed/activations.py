@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from phalanx import torch_compat, torch_compiler
+from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError
 from phalanx.speed.offload import HostMemory
@@ -31,7 +31,7 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
     """Recompute or offload the activations of the model's blocks, as the config asks; return what undoes it."""
     recompute = config.recompute
     if recompute is not None and recompute.budget is not None:
-        return torch_compiler.keep_activations(recompute.budget)
+        return torch_compat.keep_activations(recompute.budget)
     blocks = _blocks(model, config)
     # Weakly: in a pipeline most blocks are on other ranks, and must not be kept here to be undone.
     before = [(weakref.ref(block), block.__dict__.get("forward")) for block in blocks]

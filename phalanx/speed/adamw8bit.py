@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from phalanx.loop.group_optimizer import GroupOptimizer
 from phalanx.strategies.base import local
-from phalanx.torch_compiler import has_triton
+from phalanx.torch_compat import has_triton
 
 _TYPES = {"exp_avg_level": torch.int8, "exp_avg_root": torch.float8_e4m3fn}
 _LEVELS = 127

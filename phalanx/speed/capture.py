@@ -349,7 +349,7 @@ def captured_step(state: TrainState, *, is_watched: bool) -> CapturedStep | None
 
 def not_captured(why: str) -> str:
     """Return the message about a run whose steps are not captured."""
-    return f"capture: steps are launched kernel by kernel, for {why}"
+    return f"capture: CUDA graph capture is off: {why}"
 
 
 def _cause(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx import torch_compiler
+from phalanx import torch_compat
 from phalanx.host.files import make_private
 from phalanx.model import CompileRegions, implements
 from phalanx.observe.events import Event, Message, Phase
@@ -57,16 +57,16 @@ class CompileWatch:
 
         A model that the user has compiled is watched as well: then torch has imported its compiler. Else this does not.
         """
-        if not compiles and not torch_compiler.is_imported():
+        if not compiles and not torch_compat.is_compiler_loaded():
             return lambda: None
         self._first_step, self._is_watching = first_step, True
-        self._graphs_before = torch_compiler.compiled_graphs()
-        return torch_compiler.around_compiles(self._begin, self._end)
+        self._graphs_before = torch_compat.compiled_graphs()
+        return torch_compat.around_compiles(self._begin, self._end)
 
     @property
     def graphs(self) -> int:
         """How many graphs were made so far."""
-        return torch_compiler.compiled_graphs() - self._graphs_before if self._is_watching else 0
+        return torch_compat.compiled_graphs() - self._graphs_before if self._is_watching else 0
 
     def _begin(self) -> None:
         with self._lock:
@@ -104,7 +104,7 @@ class CompileWatch:
             return
         self._emit(Phase("compile", "end", self._of_step))
         if self._clock.steps > 1:
-            reason = torch_compiler.recompile_reason(self._step_began)[:_LONGEST_REASON]
+            reason = torch_compat.recompile_reason(self._step_began)[:_LONGEST_REASON]
             step = self._first_step + self._clock.steps
             text = f"step {step}: torch.compile compiled again for {duration(self._of_step)}"
             self._emit(Message("info", f"{text}: {reason}" if reason else text))
@@ -113,7 +113,7 @@ class CompileWatch:
 
 def compile_parts(parts: list[nn.Module], device: torch.device, notes: list[str]) -> list[Callable[[], None]]:
     """Compile parts of a model in place, and return what undoes it; without what torch needs, say so and do nothing."""
-    if device.type == "cuda" and not torch_compiler.has_triton():
+    if device.type == "cuda" and not torch_compat.has_triton():
         notes.append("compile: Triton is not installed (pip install triton), so the model runs as it is written")
         return []
     return [compile_in_place(part) for part in parts]
@@ -130,14 +130,14 @@ def compile_in_place(model: nn.Module) -> Callable[[], None]:
         for module, name, _ in regions:  # in the instance; hooks of fsdp around the module stay as written
             setattr(module, name, torch.compile(getattr(module, name), dynamic=False))
         return partial(_uncompile, regions)
-    inner = torch_compiler.uncompiled_call(model)
+    inner = torch_compat.uncompiled_call(model)
 
     def call(*arguments: Any, **options: Any) -> Any:  # a plain function: torch skips the calls of its own modules
         return inner(*arguments, **options)
 
-    torch_compiler.set_compiled_call(model, torch.compile(call))
+    torch_compat.set_compiled_call(model, torch.compile(call))
 
-    return partial(torch_compiler.set_compiled_call, model, None)
+    return partial(torch_compat.set_compiled_call, model, None)
 
 
 def _uncompile(regions: list[tuple[nn.Module, str, Any]]) -> None:
@@ -186,8 +186,8 @@ def keep_compiled_code(environ: MutableMapping[str, str] = os.environ) -> str:
 
     torch reads these variables at each compilation; its own place, in the temporary folder, may be in them already.
     """
-    given = environ.get(_INDUCTOR)
-    if given is not None and given != torch_compiler.own_compile_cache():
+    directory = environ.get(_INDUCTOR)
+    if directory is not None and directory != torch_compat.default_compile_cache():
         return ""
     try:
         folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx" / "compile"

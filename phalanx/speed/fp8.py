@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.model import MultipliesIn8Bits, implements
-from phalanx.torch_compat import scaled_product
-from phalanx.torch_compiler import has_triton
+from phalanx.torch_compat import has_triton, scaled_product
 
 _MULTIPLE = 16
 """Of which 8-bit products need both sizes of a matrix."""

@@ -192,7 +192,7 @@ class HostWatch:
         self._tensors = [
             (tensors, name, tensor, tensor.data_ptr(), tensor.requires_grad)
             for module in model.modules()
-            for tensors in (torch_compat.own_parameters(module), torch_compat.own_buffers(module))
+            for tensors in (torch_compat.direct_parameters(module), torch_compat.direct_buffers(module))
             for name, tensor in tensors.items()
             if tensor is not None
         ]
@@ -228,11 +228,11 @@ class _Table:
         self, attributes: Mapping[str, Any], *, apart: Collection[str] = (), names: Collection[str] = ()
     ) -> None:
         """`apart`: left out, such as learning rates, which a recording follows; `names`: only these."""
-        self._held, self._size = attributes, None if names else len(attributes)
+        self._attributes, self._size = attributes, None if names else len(attributes)
         self._items = [(name, attributes[name]) for name in (names or attributes) if name not in apart]
 
     def has_changed(self) -> bool:
-        attributes = self._held
+        attributes = self._attributes
         if self._size is not None and len(attributes) != self._size:
             return True
         for name, value in self._items:
@@ -261,8 +261,8 @@ class _WatchList:
     def __init__(self) -> None:
         self.tables: list[_Table | _ValueCopy] = []
         self.unwatched = ""
-        self._known: set[int] = set()
-        self._kept: list[Any] = []
+        self._known_ids: set[int] = set()
+        self._objects: list[Any] = []
 
     def add_module(self, path: str, module: nn.Module) -> None:
         """Watch a module's own attributes and hooks, not its children."""
@@ -286,7 +286,7 @@ class _WatchList:
             return
         if isinstance(value, nn.Module):
             for name, module in value.named_modules():
-                self._known.discard(id(value) if module is value else 0)
+                self._known_ids.discard(id(value) if module is value else 0)
                 self.add_module(f"{path}.{name}" if name else path, module)
         elif isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
             self.tables.append(_ValueCopy(partial(seen, value)))
@@ -343,10 +343,10 @@ class _WatchList:
 
     def _is_known(self, value: Any) -> bool:
         """Whether a value was found before; keeps it, so that its id stays its own."""
-        if id(value) in self._known:
+        if id(value) in self._known_ids:
             return True
-        self._known.add(id(value))
-        self._kept.append(value)
+        self._known_ids.add(id(value))
+        self._objects.append(value)
         return False
 
 

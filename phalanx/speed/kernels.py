@@ -33,9 +33,9 @@ def _cross_entropy_kernel(
     target = tl.load(targets + row)
     counts = target != IGNORED
     # Before the reductions, whose barriers keep other threads from overwriting it too early.
-    known = (target >= 0) & (target < vocabulary)
-    chosen = tl.load(logits + tl.where(known, target, 0)).to(tl.float32)
-    chosen = tl.where(known, chosen, float("nan"))  # a label outside the vocabulary: the loss is NaN
+    is_token = (target >= 0) & (target < vocabulary)
+    chosen = tl.load(logits + tl.where(is_token, target, 0)).to(tl.float32)
+    chosen = tl.where(is_token, chosen, float("nan"))  # a label outside the vocabulary: the loss is NaN
     columns = tl.arange(0, GROUP)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     highest = tl.full([BLOCK], -1e30, tl.float32)  # of each lane: one reduction after the loop, none in it
     total = tl.zeros([BLOCK], tl.float32)
@@ -92,15 +92,15 @@ def _gradient_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     here, there = row < tokens, column < width
-    place = row[:, None].to(tl.int64) * width + column[None, :]
-    known = here[:, None] & (column[None, :] < vocabulary)
-    values = tl.load(logits + place, mask=known, other=float("-inf")).to(tl.float32) * LOG2E
+    offsets = row[:, None].to(tl.int64) * width + column[None, :]
+    is_token = here[:, None] & (column[None, :] < vocabulary)
+    values = tl.load(logits + offsets, mask=is_token, other=float("-inf")).to(tl.float32) * LOG2E
     norm = tl.load(norms + row, mask=here, other=float("inf"))  # infinite: the label does not count
     target = tl.load(targets + row, mask=here, other=-1)
     gradient = tl.exp2(values - norm[:, None])
     is_label = (column[None, :] == target[:, None]) & (norm[:, None] < float("inf"))
     rounded = (tl.where(is_label, gradient - 1.0, gradient) * SCALE).to(rows_result.dtype.element_ty)
-    tl.store(rows_result + place, rounded, mask=here[:, None] & there[None, :])
+    tl.store(rows_result + offsets, rounded, mask=here[:, None] & there[None, :])
     turned = column[:, None].to(tl.int64) * stride + row[None, :]
     tl.store(columns_result + turned, tl.trans(rounded), mask=there[:, None] & here[None, :])
 
@@ -156,8 +156,8 @@ def _transpose_kernel(values, result, scale, rows, width, LARGEST: tl.constexpr,
     inside = (row[:, None] < rows) & (column[None, :] < width)
     block = tl.load(values + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     rounded = tl.clamp(block / tl.load(scale), -LARGEST, LARGEST).to(result.dtype.element_ty)
-    place = result + column[:, None] * rows + row[None, :]
-    tl.store(place, tl.trans(rounded), mask=(column[:, None] < width) & (row[None, :] < rows))
+    pointers = result + column[:, None] * rows + row[None, :]
+    tl.store(pointers, tl.trans(rounded), mask=(column[:, None] < width) & (row[None, :] < rows))
 
 
 @torch.library.triton_op("phalanx::round_transposed", mutates_args={})
@@ -180,25 +180,25 @@ def _adamw8bit_kernel(
     LEVELS: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    place = row * BLOCK + tl.arange(0, BLOCK)[None, :]
+    offsets = row * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = row < blocks
-    every = inside & (place >= 0)
-    weight = tl.load(weights + place, mask=every, other=0.0).to(tl.float32)
-    gradient = tl.load(gradients + place, mask=every, other=0.0).to(tl.float32)
-    level = tl.load(averages + place, mask=every, other=0).to(tl.float32) / LEVELS
+    every = inside & (offsets >= 0)
+    weight = tl.load(weights + offsets, mask=every, other=0.0).to(tl.float32)
+    gradient = tl.load(gradients + offsets, mask=every, other=0.0).to(tl.float32)
+    level = tl.load(averages + offsets, mask=every, other=0).to(tl.float32) / LEVELS
     share = level * level
     average = share * share * tl.load(average_scales + row, mask=inside, other=0.0)
     average = tl.where(level < 0, -average, average)
-    root = tl.load(roots + place, mask=every, other=0.0).to(tl.float32)
+    root = tl.load(roots + offsets, mask=every, other=0.0).to(tl.float32)
     root *= tl.load(root_scales + row, mask=inside, other=0.0)
     average = beta1 * average + (1 - beta1) * gradient
     root = tl.sqrt(beta2 * root * root + (1 - beta2) * gradient * gradient)
     moved = weight * (1 - decay) - rate * (average / correction1) / (root / correction2_root + eps)
-    tl.store(weights + place, moved.to(weights.dtype.element_ty), mask=every)
+    tl.store(weights + offsets, moved.to(weights.dtype.element_ty), mask=every)
     scale = tl.maximum(tl.max(tl.abs(average), 1), 1e-30)[:, None]
     tl.store(average_scales + row, scale, mask=inside)
     # As `adamw8bit._chances`: up or down by chance, which is a function of step and place.
-    noise = (place + step.to(tl.int64) * 0x9E3779B9) * 0x2545F491
+    noise = (offsets + step.to(tl.int64) * 0x9E3779B9) * 0x2545F491
     noise = (noise ^ (noise >> 15)) * 0x45D9F3B
     share = tl.abs(average) / scale
     level = tl.floor(tl.sqrt(tl.sqrt(share)) * LEVELS)
@@ -207,7 +207,7 @@ def _adamw8bit_kernel(
     low, high = low * low, high * high
     chance = ((noise >> 31) & 0xFFFFF).to(tl.float32) / 1048576.0
     level = tl.minimum(tl.where(chance < (share - low) / (high - low), level + 1.0, level), LEVELS)
-    tl.store(averages + place, tl.where(average < 0, -level, level).to(tl.int8), mask=every)
+    tl.store(averages + offsets, tl.where(average < 0, -level, level).to(tl.int8), mask=every)
     scale = tl.maximum(tl.max(root, 1), 1e-30)[:, None] / LARGEST
     tl.store(root_scales + row, scale, mask=inside)
     chance = ((noise >> 11) & 0xFFFFF).to(tl.float32) / 1048576.0
@@ -218,7 +218,7 @@ def _adamw8bit_kernel(
     above = below + spacing
     up = (value * value - below * below) / (above * above - below * below)
     rounded = tl.minimum(tl.maximum(tl.where(chance < up, above, below), LEAST), LARGEST)
-    tl.store(roots + place, rounded.to(roots.dtype.element_ty), mask=every)
+    tl.store(roots + offsets, rounded.to(roots.dtype.element_ty), mask=every)
 
 
 def adamw8bit_(

@@ -105,9 +105,9 @@ class _OffloadedStorage:
         self._device = memory.device
         self._stream = _copy_stream(memory.device)
         self._uses = 0
-        self._here: torch.Tensor | None = _bytes(memory)
-        self._host = torch.empty_like(self._here, device="cpu", pin_memory=True)
-        self._copying: torch.cuda.Event | None = self._copy(self._here, self._host)
+        self._on_device: torch.Tensor | None = _bytes(memory)
+        self._host = torch.empty_like(self._on_device, device="cpu", pin_memory=True)
+        self._copying: torch.cuda.Event | None = self._copy(self._on_device, self._host)
 
     def saved_once_more(self) -> _OffloadedStorage:
         """Count an operation that will need the memory in backward."""
@@ -117,23 +117,23 @@ class _OffloadedStorage:
     def release(self) -> None:
         """Keep the copy on the host only."""
         self._settle()
-        self._here = None
+        self._on_device = None
 
     def fetch(self) -> None:
         """Start copying the memory back, unless it is on the device."""
-        if self._here is None:
-            self._here = torch.empty_like(self._host, device=self._device)
-            self._copying = self._copy(self._host, self._here)
+        if self._on_device is None:
+            self._on_device = torch.empty_like(self._host, device=self._device)
+            self._copying = self._copy(self._host, self._on_device)
 
     def take(self) -> torch.UntypedStorage:
         """Return the memory on the device, for one of the operations that saved it."""
         self.fetch()
         self._settle()
-        assert self._here is not None, "fetched above"
-        memory = self._here.untyped_storage()
+        assert self._on_device is not None, "fetched above"
+        memory = self._on_device.untyped_storage()
         self._uses -= 1
         if self._uses <= 0:
-            self._here = None
+            self._on_device = None
         return memory
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:

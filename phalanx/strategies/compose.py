@@ -91,8 +91,8 @@ class Composed(FSDP):
         if not isinstance(wrapped, Pipeline):
             return super().count_parameters(wrapped, trained=trained)
         counted = (p for p in wrapped.module.parameters() if p.requires_grad or not trained)
-        here = sum(p.numel() / self._copies.get(id(p), 1) for p in counted)
-        everywhere = torch.tensor(here, dtype=torch.float64, device=self.world.device)
+        local = sum(p.numel() / self._copies.get(id(p), 1) for p in counted)
+        everywhere = torch.tensor(local, dtype=torch.float64, device=self.world.device)
         dist.all_reduce(everywhere)
         return round(everywhere.item() * self.world.mesh.pp / self.world.world_size)
 

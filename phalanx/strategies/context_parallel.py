@@ -179,10 +179,10 @@ class _Calls:
                 hint="Use windows (--set data.packing=windows), or strategy='fsdp' or tensor_parallel.",
             )
         positions = arguments.pop("positions", None)
-        cut, own = self._slices.cut_all(dict(arguments), model)
+        cut, own_positions = self._slices.cut_all(dict(arguments), model)
         arguments.update(cut)
-        arguments["positions"] = own if positions is None else positions[own]
-        self._shape = (next(iter(cut.values())).shape[0], len(own))
+        arguments["positions"] = own_positions if positions is None else positions[own_positions]
+        self._shape = (next(iter(cut.values())).shape[0], len(own_positions))
         self._targets = next(
             (arguments[name] for name in TARGET_NAMES if isinstance(arguments.get(name), Tensor)), None
         )

@@ -61,7 +61,7 @@ def _exchanged(module: nn.Module, group: dist.ProcessGroup, rows: Tensor, counts
     expert = torch.arange(received.numel(), device=rows.device).remainder(received.shape[1])
     order = expert.repeat_interleave(received.flatten(), output_size=sum(inward)).argsort(stable=True)
     weights = {
-        f"module.{name}": _Shared.apply(parameter.to_local(), ranks)  # type: ignore[no-untyped-call]
+        f"module.{name}": _SharedWeights.apply(parameter.to_local(), ranks)  # type: ignore[no-untyped-call]
         for name, parameter in module.named_parameters()
         if isinstance(parameter, DTensor)
     }
@@ -99,7 +99,7 @@ class _AllToAll(torch.autograd.Function):
         return back, None, None, None
 
 
-class _Shared(torch.autograd.Function):
+class _SharedWeights(torch.autograd.Function):
     """An expert's weights: their gradient is the sum over the rows of all ranks and becomes the mean over ranks."""
 
     @staticmethod

@@ -54,10 +54,10 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     loaded: dict[Any, Any] = {}
     if state["state"]:
         with _part_of(model, optimizer, empty_groups=False) as indices:
-            here = get_optimizer_state_dict(model, optimizer)["param_groups"]
+            param_groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
             groups_here = [
                 _as_here(state["param_groups"][index], group)  # type: ignore[arg-type]
-                for index, group in zip(indices, here, strict=True)
+                for index, group in zip(indices, param_groups, strict=True)
             ]
             if groups_here:
                 saved = {"state": state["state"], "param_groups": groups_here}
@@ -91,13 +91,13 @@ def _as_here(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, An
     return {**saved, **{name: group[name] for name in ("params", "fused", "foreach", "capturable") if name in group}}
 
 
-def check_groups(here: Mapping[str, Any], saved: int, more: Sequence[str]) -> None:
+def check_groups(state: Mapping[str, Any], saved: int, more: Sequence[str]) -> None:
     """Raise where an optimizer was saved with other groups; `more`: parameters that only the saved one has trained."""
-    if (groups := len(here["param_groups"])) == saved:
+    if (groups := len(state["param_groups"])) == saved:
         return
-    what = f", with {', '.join(more[:3])}{' and others' * (len(more) > 3)}" if more else ""
+    extra = f", with {', '.join(more[:3])}{' and others' * (len(more) > 3)}" if more else ""
     raise CheckpointError(
-        f"the saved optimizer has {saved} group{'s' * (saved != 1)} of parameters{what}, and this one has {groups}",
+        f"the saved optimizer has {saved} group{'s' * (saved != 1)} of parameters{extra}, and this one has {groups}",
         hint="Give this run the same groups before it resumes: optimizer.add_param_group({'params': ...}), and "
         "requires_grad_(True) for layers that were unfrozen.",
     )
@@ -112,8 +112,8 @@ def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dic
 
 def match_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
     """Add the groups that other ranks have added while they trained, to an optimizer that was made as at the start."""
-    here, named = len(optimizer.param_groups), dict(model.named_parameters(remove_duplicate=False))
-    added = [[named[name] for name in group["params"]] for group in saved[here:]]
+    count, named = len(optimizer.param_groups), dict(model.named_parameters(remove_duplicate=False))
+    added = [[named[name] for name in group["params"]] for group in saved[count:]]
     moved = {id(parameter) for group in added for parameter in group}
     for group in optimizer.param_groups if moved else ():
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
@@ -177,12 +177,12 @@ def level_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim
     named = {name: parameter for name, parameter in parameters.items() if id(parameter) in trained}
     if not named:
         return []
-    here = {
+    moments = {
         name: {key: _describe(value, parameter) for key, value in optimizer.state.get(parameter, {}).items()}
         for name, parameter in named.items()
     }
     by_rank: list[dict[str, dict[str, _Entry]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(by_rank, here)
+    dist.all_gather_object(by_rank, moments)
     return [
         moment
         for name, parameter in named.items()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from phalanx import torch_flash
+from phalanx import torch_compat
 from phalanx.errors import ModelError
 
 ROWS = 1024
@@ -58,8 +58,8 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-CPU_FLASH = Kernel(torch_flash.flash_cpu, torch_flash.flash_cpu_backward)
-CUDA_FLASH = Kernel(torch_flash.flash_cuda, torch_flash.flash_cuda_backward)
+CPU_FLASH = Kernel(torch_compat.flash_cpu, torch_compat.flash_cpu_backward)
+CUDA_FLASH = Kernel(torch_compat.flash_cuda, torch_compat.flash_cuda_backward)
 PLAIN = Kernel(_forward, _backward)
 """Any device and dtype."""
 
@@ -81,8 +81,8 @@ def _scores(rows: Tensor, key: Tensor, start: int | None) -> Tensor:
     scores: Tensor = rows @ key.mT * rows.shape[-1] ** -0.5
     if start is None:
         return scores
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=rows.device).tril(start)
-    return scores.masked_fill(~seen, -torch.inf)
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=rows.device).tril(start)
+    return scores.masked_fill(~visible, -torch.inf)
 
 
 def _precise(tensor: Tensor) -> Tensor:
@@ -164,8 +164,8 @@ class _RingFunction(torch.autograd.Function):
         for owner, pair in ring.travel(torch.stack([key, value])):
             rows, columns, masked = _seen(ring, owner, query.shape[2], causal=ctx.causal)
             keys, values = pair[:, :, :, columns].unbind(0)
-            into, asked, mixed, sums = (tensor[:, :, rows] for tensor in (gradient, query, out, lse))
-            gradients = kernel.backward(into, asked, keys, values, mixed, sums, masked)
+            into, queries, mixed, sums = (tensor[:, :, rows] for tensor in (gradient, query, out, lse))
+            gradients = kernel.backward(into, queries, keys, values, mixed, sums, masked)
             if flight is not None:  # the gradients of these keys and values from the ranks before
                 totals = flight.wait()
             for_query[:, :, rows] += gradients[0]
@@ -235,9 +235,9 @@ class Ring:
 
     def travel(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (owner, tensor) for every rank's tensor, this rank's first; the next is received meanwhile."""
-        here = mine
+        tensor = mine
         for step in range(self.size):
-            flight = self.send(here) if step + 1 < self.size else None
-            yield (self.rank - step) % self.size, here
+            flight = self.send(tensor) if step + 1 < self.size else None
+            yield (self.rank - step) % self.size, tensor
             if flight is not None:
-                here = flight.wait()
+                tensor = flight.wait()

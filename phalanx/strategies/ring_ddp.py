@@ -180,7 +180,7 @@ class Auto(RingDDP):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         chosen = self.config.communication_backend not in (None, "phalanx")
         world = self.world
-        on_cpus = world.device.type == "cpu" and world.env.on_one_machine
+        on_cpus = world.device.type == "cpu" and world.env.on_one_node
         if not trained or chosen or not on_cpus or world.world_size == 1:
             return None
         # DDP broadcasts rank 0's buffers before each forward pass, which may read them.

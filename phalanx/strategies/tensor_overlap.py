@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from phalanx import torch_compiler
+from phalanx import torch_compat
 from phalanx.errors import first_line
 from phalanx.world.world import World
 
@@ -44,11 +44,11 @@ class Overlap:
         `splits_sequence`: the model's plan has different slices on the ranks between the layers.
         """
         if self._undo is None and self._is_possible(world, group, splits_sequence):
-            self._undo = torch_compiler.overlap_products(group)
+            self._undo = torch_compat.overlap_products(group)
         return self._undo is not None
 
     def _is_possible(self, world: World, group: dist.ProcessGroup, splits_sequence: bool) -> bool:
-        if world.device.type != "cuda" or not torch_compiler.has_triton():
+        if world.device.type != "cuda" or not torch_compat.has_triton():
             return False
         if world.ranks_per_gpu > 1 and os.environ.get(ALLOW_SHARED) != "1":
             return False
@@ -84,7 +84,7 @@ def _share_memory(world: World, group: dist.ProcessGroup) -> str:
     """Let the GPUs of a group read each other's memory; return why they do not, on all ranks if on one."""
     reason = ""
     try:
-        torch_compiler.share_memory(group)
+        torch_compat.share_memory(group)
     except RuntimeError as error:
         reason = first_line(error)
     shared = torch.tensor(0 if reason else 1, device=world.device)

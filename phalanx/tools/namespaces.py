@@ -53,7 +53,7 @@ def network(count: int) -> Iterator[list[HostNamespace]]:
     mark = uuid.uuid4().hex[:5]
     third = int(mark[:2], 16)
     hosts = [HostNamespace(f"phx{mark}{n}", f"10.214.{third}.{n + 1}", f"c{mark}{n}") for n in range(count)]
-    made: list[HostNamespace] = []
+    created: list[HostNamespace] = []
     try:
         try:
             ip("link", "add", f"b{mark}", "type", "bridge")
@@ -62,7 +62,7 @@ def network(count: int) -> Iterator[list[HostNamespace]]:
         ip("link", "set", f"b{mark}", "up")
         for host in hosts:
             ip("netns", "add", host.namespace)
-            made.append(host)
+            created.append(host)
             ip("link", "add", host.cable, "type", "veth", "peer", host.link, "netns", host.namespace)
             ip("link", "set", host.cable, "master", f"b{mark}", "up")
             ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.link)
@@ -70,6 +70,6 @@ def network(count: int) -> Iterator[list[HostNamespace]]:
                 ip("-n", host.namespace, "link", "set", device, "up")
         yield hosts
     finally:
-        for host in made:
+        for host in created:
             ip("netns", "delete", host.namespace)
         subprocess.run(["ip", "link", "delete", f"b{mark}"], check=False, capture_output=True)

@@ -69,9 +69,9 @@ def write_picture(path: str, title: str, charts: Sequence[str], cell: tuple[int,
 def legend(colors: Mapping[str, str], left: int = 16, top: int = 36, stride: int = 112) -> str:
     """Return names with the color of each, in a row."""
     return "".join(
-        f'<rect x="{left + place * stride}" y="{top}" width="11" height="11" fill="{color}"/>'
-        f'<text x="{left + 16 + place * stride}" y="{top + 10}">{escape(name)}</text>'
-        for place, (name, color) in enumerate(colors.items())
+        f'<rect x="{left + index * stride}" y="{top}" width="11" height="11" fill="{color}"/>'
+        f'<text x="{left + 16 + index * stride}" y="{top + 10}">{escape(name)}</text>'
+        for index, (name, color) in enumerate(colors.items())
     )
 
 
@@ -108,10 +108,10 @@ class Axis:
     @classmethod
     def of(cls, name: str, values: Iterable[float]) -> Axis:
         """Return the axis of these numbers, with a margin."""
-        known = list(values)
-        low, high = min(known, default=0.0), max(known, default=1.0)
+        numbers = list(values)
+        low, high = min(numbers, default=0.0), max(numbers, default=1.0)
         margin = (high - low) * 0.05 or abs(high) * 0.05 or 0.5
-        return cls(name, low - margin, high + margin, whole=all(isinstance(value, int) for value in known))
+        return cls(name, low - margin, high + margin, whole=all(isinstance(value, int) for value in numbers))
 
     def position(self, value: Any) -> float:
         """Return the position of a value."""
@@ -125,8 +125,8 @@ class Axis:
     def ticks(self) -> list[tuple[float, str]]:
         """Return positions and their labels."""
         values = self.names or [float(value) for value in self._round() if self.low <= value <= self.high]
-        found = [(self.position(value), brief(value)) for value in values]
-        return found + ([(_BELOW, "unused")] if self.optional else [])
+        positions = [(self.position(value), brief(value)) for value in values]
+        return positions + ([(_BELOW, "unused")] if self.optional else [])
 
     def _round(self) -> list[float]:
         """Return about five round values."""
@@ -134,10 +134,10 @@ class Axis:
             return [self.low]
         if self.log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            found = [10.0**power for power in powers]
-            if sum(self.low <= value <= self.high for value in found) < 2:
+            rounded = [10.0**power for power in powers]
+            if sum(self.low <= value <= self.high for value in rounded) < 2:
                 return [self.low, math.sqrt(self.low * self.high), self.high]
-            return found
+            return rounded
         rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(n * power for n in (1, 2, 5, 10) if n * power >= rough)

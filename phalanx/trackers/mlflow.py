@@ -86,8 +86,8 @@ class MlflowSink:
             if before is not None and self._exists(before):
                 return str(self._mlflow.start_run(run_id=before).info.run_id)
             # Not mlflow.set_experiment: that would redirect what the user's own process logs after this run.
-            known = self._mlflow.get_experiment_by_name(experiment)
-            number = str(known.experiment_id if known else self._mlflow.create_experiment(experiment))
+            existing = self._mlflow.get_experiment_by_name(experiment)
+            number = str(existing.experiment_id if existing else self._mlflow.create_experiment(experiment))
             run = self._mlflow.start_run(run_name=run_name, experiment_id=number)
             return str(run.info.run_id)
         except self._mlflow.exceptions.MlflowException as error:
@@ -117,8 +117,8 @@ class MlflowSink:
 
     def _log_params(self, params: Mapping[str, Any]) -> None:
         # A joined or resumed run refuses to change a parameter, so those it has stay as they are.
-        known = self._mlflow.get_run(self.run_id).data.params
-        fresh = {name: str(value)[:500] for name, value in params.items() if name not in known}
+        logged = self._mlflow.get_run(self.run_id).data.params
+        fresh = {name: str(value)[:500] for name, value in params.items() if name not in logged}
         if fresh:
             listed = [self._mlflow.entities.Param(name, value) for name, value in fresh.items()]
             self._mlflow.MlflowClient().log_batch(self.run_id, params=listed)

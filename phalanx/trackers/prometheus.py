@@ -1,7 +1,7 @@
 """A Prometheus endpoint of one run: a sink that keeps the latest values, and reads the ranks' gauges when scraped.
 
-The launcher of each machine serves its own ranks; the one of the main rank also what its events say, and quantiles
-of all ranks that it can see. The number of series is bounded: of a machine's ranks 64 are shown one by one.
+The launcher of each node serves its own ranks; the one of the main rank also what its events say, and quantiles
+of all ranks that it can see. The number of series is bounded: of a node's ranks 64 are shown one by one.
 """
 
 from __future__ import annotations
@@ -123,18 +123,18 @@ class MetricsSink(Sink):
     def handle(self, event: events.Event) -> None:
         """Keep what the event says."""
         with self._lock:
-            self._take(event)
+            self._update(event)
 
-    def _take(self, event: events.Event) -> None:
+    def _update(self, event: events.Event) -> None:
         values, counters = self._values, self._counters
         match event:
             case events.RunStarted():
                 values |= {"phalanx_ranks": event.world_size, "phalanx_running": 1}
                 values.setdefault("phalanx_started_timestamp_seconds", event.time)
-                shown = ("name", "strategy", "precision", "device", "layout")
-                self._info = {name: str(getattr(event, name)) for name in shown}
+                fields = ("name", "strategy", "precision", "device", "layout")
+                self._info = {name: str(getattr(event, name)) for name in fields}
             case events.StepDone():
-                self._take_step(event)
+                self._update_step(event)
             case events.CheckpointSaved():
                 values["phalanx_checkpoint_timestamp_seconds"] = event.time
                 values |= {"phalanx_checkpoint_stall_seconds": event.stall, "phalanx_checkpoint_bytes": event.bytes}
@@ -154,8 +154,8 @@ class MetricsSink(Sink):
             case events.RunEnded():
                 values["phalanx_running"] = 0
 
-    def _take_step(self, event: events.StepDone) -> None:
-        found = {
+    def _update_step(self, event: events.StepDone) -> None:
+        values = {
             "phalanx_step": event.step,
             "phalanx_epoch": event.epoch,
             "phalanx_loss": event.loss,
@@ -166,7 +166,7 @@ class MetricsSink(Sink):
             "phalanx_tokens_per_second": event.tokens_per_second,
             "phalanx_mfu": event.mfu,
         }
-        self._values |= {name: value for name, value in found.items() if value is not None}
+        self._values |= {name: value for name, value in values.items() if value is not None}
         self._counters["phalanx_samples"] = float(event.samples)
 
     def collect(self) -> Iterator[Any]:
@@ -175,8 +175,8 @@ class MetricsSink(Sink):
         with self._lock:
             values, counters = dict(self._values), dict(self._counters)
             goodput, phase, info = dict(self._goodput), self._phase, dict(self._info)
-        own = self._beats(own=True)
-        beats = self._beats(own=False) if info else own  # once per run, on the machine of the main rank
+        local = self._beats(local=True)
+        beats = self._beats(local=False) if info else local  # once per run, on the node of the main rank
         values["phalanx_step"] = max([values.get("phalanx_step", 0), *(beat.step for beat in beats.values())])
         if (ratio := rank_statistics.slowness(beats)) is not None:
             values["phalanx_slowest_rank_ratio"] = ratio
@@ -188,24 +188,24 @@ class MetricsSink(Sink):
         text = "Seconds of this attempt by what they were spent on."
         yield self._family(core.GaugeMetricFamily, "phalanx_goodput_seconds", text, spent, "category")
         if info:
-            phases = {(each,): float(each == phase) for each in _PHASES}
+            phases = {(label,): float(label == phase) for label in _PHASES}
             yield self._family(core.GaugeMetricFamily, "phalanx_phase", "1 for the current phase.", phases, "phase")
             labels, text = tuple(info), "The run, as labels."
             yield self._family(core.GaugeMetricFamily, "phalanx_run_info", text, {tuple(info.values()): 1.0}, *labels)
-        yield from self._ranks(core, own, beats)
+        yield from self._ranks(core, local, beats)
 
-    def _ranks(self, core: Any, own: Mapping[int, Beat], beats: Mapping[int, Beat]) -> Iterator[Any]:
-        shown = {(str(rank),): beat for rank, beat in list(own.items())[: rank_statistics.SHOWN_RANKS]}
+    def _ranks(self, core: Any, local: Mapping[int, Beat], beats: Mapping[int, Beat]) -> Iterator[Any]:
+        listed = {(str(rank),): beat for rank, beat in list(local.items())[: rank_statistics.SHOWN_RANKS]}
         gauge = core.GaugeMetricFamily
-        steps = {key: float(beat.step) for key, beat in shown.items()}
+        steps = {key: float(beat.step) for key, beat in listed.items()}
         yield self._family(gauge, "phalanx_rank_step", "The last complete step.", steps, "rank")
-        times, text = {key: beat.time for key, beat in shown.items()}, "When the rank last completed a step or batch."
+        times, text = {key: beat.time for key, beat in listed.items()}, "When the rank last completed a step or batch."
         yield self._family(gauge, "phalanx_rank_heartbeat_timestamp_seconds", text, times, "rank")
         for field, (name, text) in _RANK_GAUGES.items():
-            found = {key: getattr(beat.gauges, field) * _SCALES.get(field, 1.0) for key, beat in shown.items()}
-            known = {key: value for key, value in found.items() if not math.isnan(value)}
-            if known:
-                yield self._family(gauge, name, text, known, "rank")
+            readings = {key: getattr(beat.gauges, field) * _SCALES.get(field, 1.0) for key, beat in listed.items()}
+            finite = {key: value for key, value in readings.items() if not math.isnan(value)}
+            if finite:
+                yield self._family(gauge, name, text, finite, "rank")
         spread = {
             (field, f"{share / 100:g}"): value
             for field in _QUANTILES
@@ -223,11 +223,11 @@ class MetricsSink(Sink):
             family.add_metric((self._run, *key), value)
         return family
 
-    def _beats(self, *, own: bool) -> Mapping[int, Beat]:
+    def _beats(self, *, local: bool) -> Mapping[int, Beat]:
         if self._log_dir is not None:
-            return read_beats(self._log_dir, own=own)
-        found = current().read(0)
-        return {} if found is None else {0: found}
+            return read_beats(self._log_dir, is_local=local)
+        beat = current().read(0)
+        return {} if beat is None else {0: beat}
 
 
 def import_client() -> Any:

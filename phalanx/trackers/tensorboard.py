@@ -101,10 +101,10 @@ class TensorBoardSink:
             self._file.flush()
             self._flushed = time.monotonic()
 
-    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+    def histograms(self, step: int, by_tag: Mapping[str, Histogram]) -> None:
         """Write distributions, by the names of what they are of."""
         message = self._messages.Event(wall_time=time.time(), step=step)
-        for tag, one in found.items():
+        for tag, one in by_tag.items():
             histogram = message.summary.value.add(tag=tag).histo
             histogram.min, histogram.max, histogram.num = one.lowest, one.highest, one.number
             histogram.sum, histogram.sum_squares = one.total, one.total_squares
@@ -126,9 +126,9 @@ class TensorBoardSink:
             value.tensor.string_val.append(f"```toml\n{self._config}\n```".encode())
         if self._hparams:
             start = self._hparams_messages.SessionStartInfo(start_time_secs=run.time)
-            for name, given in self._hparams.items():
-                kind = "bool" if isinstance(given, bool) else "string" if isinstance(given, str) else "number"
-                setattr(start.hparams[name], f"{kind}_value", given)
+            for name, setting in self._hparams.items():
+                kind = "bool" if isinstance(setting, bool) else "string" if isinstance(setting, str) else "number"
+                setattr(start.hparams[name], f"{kind}_value", setting)
             self._add_hparams(message, session_start_info=start)
         self._write(message)
 

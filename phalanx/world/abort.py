@@ -101,9 +101,9 @@ def begin_group() -> None:
 
 def take_spent() -> dict[str, float]:
     """Return the seconds that this rank has aborted collectives, and made process groups, and count anew."""
-    found = dict(_spent)
+    spent = dict(_spent)
     _spent.update(dict.fromkeys(_spent, 0.0))
-    return found
+    return spent
 
 
 def watch_groups() -> None:
@@ -118,20 +118,20 @@ def watch_groups() -> None:
 def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
     """Make a process group; raise at an abort."""
     before, began = _open_sockets(), time.monotonic()
-    made: Future[Any] = Future()
+    group: Future[Any] = Future()
     values: list[bytes] = []
     if store is not None and "nccl" in backend:  # whose threads would call Python for every value
         store = store.clone()  # a connection of its own: one that waits for a value admits no other call
     elif store is not None:
         store = noting = AbortableStore(store, values)
-        made.add_done_callback(lambda _: noting.stop_noting())
+        group.add_done_callback(lambda _: noting.stop_noting())
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    call = (made, functools.partial(_make_whole, make, store), device)
+    call = (group, functools.partial(_make_whole, make, store), device)
     threading.Thread(target=_fulfil, args=call, name="phalanx-new-group", daemon=True).start()
-    while not made.done() and _aborted is None:
-        wait([made], timeout=_POLL_SECONDS[1])
+    while not group.done() and _aborted is None:
+        wait([group], timeout=_POLL_SECONDS[1])
     _spent["group"] += time.monotonic() - began
-    if not made.done():
+    if not group.done():
         raise ConnectionAbortedError(f"making a process group was ended: {_aborted}")
     if values:
         new = {inode: descriptor for inode, descriptor in _open_sockets().items() if inode not in before}
@@ -139,7 +139,7 @@ def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
     if _aborted is not None:
         abort_collectives(_aborted)
         end_nccl()
-    return made.result()
+    return group.result()
 
 
 def _make_whole(make: Callable[[Any], Any], store: Any) -> Any:
@@ -152,23 +152,23 @@ def unsplit_groups() -> AbstractContextManager[None]:
     return torch_compat.new_communicators() if _watching else contextlib.nullcontext()
 
 
-def _fulfil(made: Future[Any], make: Callable[[], Any], device: int | None) -> None:
+def _fulfil(group: Future[Any], make: Callable[[], Any], device: int | None) -> None:
     try:
         if device is not None:
             torch.cuda.set_device(device)  # each thread has its own
-        made.set_result(make())
+        group.set_result(make())
     except Exception as error:  # noqa: BLE001 - raised in the thread that waits for it
-        made.set_exception(error)
+        group.set_exception(error)
 
 
 def _open_sockets() -> dict[int, int]:
     """Return the descriptors of this process's sockets by inode."""
-    found = {}
+    descriptors = {}
     for name in os.listdir(_DESCRIPTORS):
         with contextlib.suppress(OSError):  # closed meanwhile
             if match := _SOCKET.match(os.readlink(f"{_DESCRIPTORS}/{name}")):
-                found[int(match[1])] = int(name)
-    return found
+                descriptors[int(match[1])] = int(name)
+    return descriptors
 
 
 def _is_among(descriptor: int, values: list[bytes]) -> bool:
@@ -262,10 +262,10 @@ class AbortableStore(dist.Store):
     def get(self, key: str) -> bytes:
         """Wait for a value and return it."""
         self.wait([key])
-        found: bytes = self._inner.get(key)
+        value: bytes = self._inner.get(key)
         if self._noted is not None:
-            self._noted.append(bytes(found))
-        return found
+            self._noted.append(bytes(value))
+        return value
 
     def stop_noting(self) -> None:
         """Note no more values."""

@@ -62,8 +62,8 @@ class RankEnv:
     """Whether the starter has set how many ranks are on this machine; else `local_world_size` is a guess."""
 
     @property
-    def on_one_machine(self) -> bool:
-        """Whether all ranks of the job are known to be on this machine."""
+    def on_one_node(self) -> bool:
+        """Whether all ranks of the job are known to be on this node."""
         return self.knows_local_size and self.local_world_size >= self.world_size
 
     @property
@@ -107,7 +107,7 @@ def torchrun_variables(rank_env: RankEnv) -> dict[str, str]:
 
 def card_environment(rank_env: RankEnv) -> dict[str, str]:
     """Return the variables by which gloo and nccl choose a card that the other ranks reach, and no wider one."""
-    if rank_env.on_one_machine:
+    if rank_env.on_one_node:
         return loopback_environment(os.environ)
     return network_environment(rank_env.master_addr, os.environ)
 
@@ -256,7 +256,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
         world_size=world_size,
         local_world_size=tasks[node_rank] if node_rank < len(tasks) else world_size,
         node_rank=node_rank,
-        # On one machine without its name: that of a node is not always one that resolves.
+        # On one node without its name: that of a node is not always one that resolves.
         master_addr=env.get("MASTER_ADDR", hosts[0] if len(hosts) > 1 else "127.0.0.1"),
         master_port=_integer(
             env, "MASTER_PORT", _derived_port(env.get("SLURM_JOB_ID", "0") + env.get("SLURM_STEP_ID", ""))

@@ -53,11 +53,11 @@ def build_axis_group(mesh: Mesh, axes: tuple[str, ...], rank: int, backend: str 
     return mine
 
 
-def _is_alive(made: Any) -> bool:
+def _is_alive(process_group: Any) -> bool:
     """Whether torch still knows a group: a script may have left the process group and joined another."""
-    if made is None:
+    if process_group is None:
         return False
-    groups = made.get_all_groups() if hasattr(made, "get_all_groups") else [made]
+    groups = process_group.get_all_groups() if hasattr(process_group, "get_all_groups") else [process_group]
     return all(torch_compat.is_alive(group) for group in groups)
 
 
@@ -69,9 +69,9 @@ def open_loopback_store(port: int, timeout: timedelta, *, is_master: bool) -> di
     if not is_master:
         return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     listener = socket.create_server((LOOPBACK, port), backlog=1024)
-    found = listener.getsockname()[1]
+    free_port = listener.getsockname()[1]
     return dist.TCPStore(
-        LOOPBACK, found, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        LOOPBACK, free_port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
 
 

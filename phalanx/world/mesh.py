@@ -25,12 +25,12 @@ SHOWN = 3
 
 def impossible_product(axes: Mapping[str, int], ranks: int) -> UsageError:
     """Return an error: a copy of the model over these axes does not divide the ranks; with the nearest that do."""
-    asked = {axis: size for axis, size in axes.items() if size > 1}
-    copy = math.prod(asked.values())
-    product = " x ".join(f"{axis} = {size}" for axis, size in asked.items())
-    takes = f" = {copy} ranks for one copy of the model" if len(asked) > 1 else ""
+    requested = {axis: size for axis, size in axes.items() if size > 1}
+    copy = math.prod(requested.values())
+    product = " x ".join(f"{axis} = {size}" for axis, size in requested.items())
+    takes = f" = {copy} ranks for one copy of the model" if len(requested) > 1 else ""
     near = []
-    for sizes in nearest_products(asked, ranks)[:SHOWN]:
+    for sizes in nearest_products(requested, ranks)[:SHOWN]:
         data = ranks // math.prod(sizes.values())
         text = " x ".join(f"{axis} = {size}" for axis, size in sizes.items())
         near.append(text + (f" (x {data} data ranks)" if data > 1 else ""))
@@ -41,18 +41,18 @@ def impossible_product(axes: Mapping[str, int], ranks: int) -> UsageError:
     )
 
 
-def nearest_products(asked: Mapping[str, int], ranks: int) -> list[dict[str, int]]:
+def nearest_products(requested: Mapping[str, int], ranks: int) -> list[dict[str, int]]:
     """Return the sizes of these axes whose product divides the ranks, the nearest to what was asked first."""
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     possible = [
-        dict(zip(asked, sizes, strict=True))
-        for sizes in itertools.product(divisors, repeat=len(asked))
+        dict(zip(requested, sizes, strict=True))
+        for sizes in itertools.product(divisors, repeat=len(requested))
         if ranks % math.prod(sizes) == 0
     ]
 
     def distance(sizes: Mapping[str, int]) -> float:
         """Twice as many is as far away as half as many."""
-        return sum(abs(math.log2(sizes[axis] / size)) for axis, size in asked.items())
+        return sum(abs(math.log2(sizes[axis] / size)) for axis, size in requested.items())
 
     return sorted(possible, key=lambda sizes: (distance(sizes), tuple(-size for size in sizes.values())))
 
@@ -236,10 +236,10 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     """Decide device and ranks; asking for more GPUs than there are is refused with the way to run on the CPU."""
     if config.hosts is not None and config.launcher == "local" and config.node_rank is None:
         raise UsageError(
-            f"hosts = {config.hosts!r}: several machines are started from the command line only",
+            f"hosts = {config.hosts!r}: several nodes are started from the command line only",
             hint=f"Write: phalanx train --script train.py --hosts {config.hosts}",
         )
-    asked = config.total_ranks
+    requested = config.total_ranks
     device, engine = config.device, engine_of(config)
     if device == "auto":
         device = "cuda" if engine.uses_gpus_here(config) and gpus_here else "cpu"
@@ -248,18 +248,18 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     if layout is not None:
         return layout
     nodes = engine.num_nodes(config)
-    per_node = max(1, gpus_here if device == "cuda" else 1) if asked is None else asked // nodes
+    per_node = max(1, gpus_here if device == "cuda" else 1) if requested is None else requested // nodes
     if config.hosts is not None and config.node_rank is not None:
         per_node = list(config.host_ranks.values())[config.node_rank]
-    total, endpoint = asked or nodes * per_node, config.rdzv_endpoint or ""
+    total, endpoint = requested or nodes * per_node, config.rdzv_endpoint or ""
     if config.share_gpus and not gpus_here and engine.counts_gpus_here(config):
         raise nothing_to_share(total)
     # nccl refuses two ranks on one GPU, but for what share_gpus sets.
     may_share = gpus_here > 0 and (config.share_gpus or config.communication_backend == "gloo")
     if device == "cuda" and per_node > gpus_here and not may_share and engine.counts_gpus_here(config):
         raise _too_few_gpus(config, per_node, gpus_here)
-    here = total if is_loopback((endpoint.rpartition(":")[0] or endpoint).strip("[]")) else per_node
-    on_each = ranks_per_gpu(here, gpus_here) if device == "cuda" else 1
+    on_this_node = total if is_loopback((endpoint.rpartition(":")[0] or endpoint).strip("[]")) else per_node
+    on_each = ranks_per_gpu(on_this_node, gpus_here) if device == "cuda" else 1
     if config.share_gpus and on_each > 1:
         _check_sharing(on_each)
     return JobLayout(device, nodes, per_node, plan_mesh(config, total, per_node), ranks_per_gpu=on_each)
@@ -277,9 +277,9 @@ def _check_sharing(ranks: int) -> None:
     """Refuse more ranks than a GPU has memory for, and a host id of the user's: all ranks would have the same."""
     if memory := gpu_memory():
         shared_memory(ranks, memory)
-    if given := os.environ.get(HOST_ID):
+    if host_id := os.environ.get(HOST_ID):
         raise UsageError(
-            f"share_gpus gives each rank its own {HOST_ID}, but it is set to '{given}' for all of them.",
+            f"share_gpus gives each rank its own {HOST_ID}, but it is set to '{host_id}' for all of them.",
             hint=f"Run: unset {HOST_ID}",
         )
 
@@ -302,7 +302,7 @@ def check_device(config: Settings, device: str) -> None:
 
 def _too_few_gpus(config: DistributedConfig, needed: int, gpus_here: int) -> UsageError:
     inventory = {0: "no GPU was found", 1: "1 GPU was found"}.get(gpus_here, f"{gpus_here} GPUs were found")
-    fewer = f"request at most {gpus_here} per machine, or " if gpus_here else ""
+    fewer = f"request at most {gpus_here} per node, or " if gpus_here else ""
     fewer += "debug it with several ranks per GPU (--share-gpus), or " if gpus_here and not engine_name(config) else ""
     total = config.total_ranks or needed
     ranks = f"the same {total} ranks" if total > 1 else "it"

@@ -125,32 +125,32 @@ class _NumpyGenerator:
     """
 
     def __init__(self) -> None:
-        self._seen: object = None
+        self._numpy_generator: object = None
         self._mark: tuple[int, ...] = ()
         self._words: Any = None
 
     def lend(self) -> tuple[Any, Any]:
         """Install a generator for the data; return what `take_back` needs."""
-        own = mtrand.get_bit_generator()
+        generator = mtrand.get_bit_generator()
         state = None
-        if own is not self._seen or self._mark != self._position():
+        if generator is not self._numpy_generator or self._mark != self._position():
             state = np.random.get_state(legacy=False)
         # A nested scope needs another generator.
-        mtrand.set_bit_generator(_FOR_DATA if own is not _FOR_DATA else np.random.MT19937())
-        return own, state
+        mtrand.set_bit_generator(_FOR_DATA if generator is not _FOR_DATA else np.random.MT19937())
+        return generator, state
 
-    def take_back(self, own: Any, state: Any) -> None:
+    def take_back(self, generator: Any, state: Any) -> None:
         """Restore the process's generator."""
-        mtrand.set_bit_generator(own)
+        mtrand.set_bit_generator(generator)
         if state is None:
             return
         has_second = bool(state["has_gauss"])
         if has_second:
             np.random.set_state(state)
-        known = isinstance(own, np.random.MT19937) and own is not _FOR_DATA and not has_second
-        self._seen = own if known else None
-        if known:
-            self._words = (ctypes.c_uint32 * (_KEY_WORDS + 1)).from_address(own.ctypes.state_address)
+        is_plain = isinstance(generator, np.random.MT19937) and generator is not _FOR_DATA and not has_second
+        self._numpy_generator = generator if is_plain else None
+        if is_plain:
+            self._words = (ctypes.c_uint32 * (_KEY_WORDS + 1)).from_address(generator.ctypes.state_address)
             self._mark = self._position()
 
     def _position(self) -> tuple[int, ...]:

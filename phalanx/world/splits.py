@@ -137,7 +137,7 @@ SCHEDULES = {
 
 
 def choose_microbatches(
-    wanted: int | None, batch_size: int, ranks: int, schedule: PipelineSchedule, *, smallest: int = 1
+    requested: int | None, batch_size: int, ranks: int, schedule: PipelineSchedule, *, smallest: int = 1
 ) -> int:
     """Return into how many microbatches a rank's batch is cut; an impossible number is refused with the possible ones.
 
@@ -152,8 +152,8 @@ def choose_microbatches(
             return count >= ranks
         return schedule.name != "interleaved" or count % max(1, count // ranks) == 0
 
-    if wanted is not None and wanted <= most and batch_size % wanted == 0 and fits(wanted):
-        return wanted
+    if requested is not None and requested <= most and batch_size % requested == 0 and fits(requested):
+        return requested
     small = [count for count in range(1, math.isqrt(batch_size) + 1) if batch_size % count == 0]
     divisors = sorted({*small, *(batch_size // count for count in small)})
     possible = [count for count in divisors if count <= most and fits(count)]
@@ -162,13 +162,13 @@ def choose_microbatches(
             f"a batch of {batch_size} samples is too small for pipeline_schedule = {schedule.name!r} on {ranks} ranks",
             hint=f"Raise batch_size to a multiple of {ranks * smallest}, or write pipeline_schedule = 'gpipe'.",
         )
-    if wanted is None:
+    if requested is None:
         return max((count for count in possible if count <= 4 * ranks), default=possible[0])
-    cause = f"pipeline_schedule = {schedule.name!r} on {ranks} ranks cannot run microbatches = {wanted}"
-    if batch_size % wanted:
-        cause = f"a batch of {batch_size} samples cannot be cut into microbatches = {wanted}"
-    elif wanted > most:
-        cause = f"microbatches = {wanted} leave less than {smallest} samples for each, and batch norms need them"
+    cause = f"pipeline_schedule = {schedule.name!r} on {ranks} ranks cannot run microbatches = {requested}"
+    if batch_size % requested:
+        cause = f"a batch of {batch_size} samples cannot be cut into microbatches = {requested}"
+    elif requested > most:
+        cause = f"microbatches = {requested} leave less than {smallest} samples for each, and batch norms need them"
     raise UsageError(
         cause, hint=f"With batch_size = {batch_size} microbatches can be: {', '.join(map(str, possible))}."
     )

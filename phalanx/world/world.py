@@ -193,7 +193,7 @@ def _open_store(env: RankEnv, seconds: float, *, hosted_by_a_launcher: bool) -> 
     export_rank_env(env)
     timeout = timedelta(seconds=seconds)
     store: dist.Store
-    if env.on_one_machine and not hosted_by_a_launcher:
+    if env.on_one_node and not hosted_by_a_launcher:
         port = env.master_port  # opened once: `env` may differ between two runs, the port does not
         if port not in _LOOPBACK_STORES:
             _LOOPBACK_STORES[port] = open_loopback_store(port, timeout, is_master=env.rank == 0)
@@ -246,7 +246,7 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
 def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:
     """By default nccl for GPUs, gloo for CPUs; with strategy = 'auto', shared memory for CPUs of one machine."""
     automatic = config.strategy == "auto" and config.resolved_strategy == DEFAULT_STRATEGY
-    on_cpu = "phalanx" if automatic and env.on_one_machine else "gloo"
+    on_cpu = "phalanx" if automatic and env.on_one_node else "gloo"
     backend = config.communication_backend or ("nccl" if device.type == "cuda" else on_cpu)
     if backend == "mpi" and not dist.is_mpi_available():
         raise UsageError(

@@ -23,29 +23,29 @@ _OF_PLACES = ("name", "root", "sources", "val_fraction")
 
 
 def given_table(
-    recipe: Recipe, given: Given, learned: Mapping[str, Any], changes: Mapping[str, Any], *, needs_target: bool
+    recipe: Recipe, source: Given, learned: Mapping[str, Any], changes: Mapping[str, Any], *, needs_target: bool
 ) -> dict[str, Any]:
     """Return a recipe's table of data for what is named: a data set, an import path, or one or several files.
 
     `learned`: what a checkpoint keeps of the training data: the names of columns and classes. `changes`: options that
     are given, which win over those of the run.
     """
-    own = {name: value for name, value in recipe.data.items() if name not in _OF_PLACES}
-    if isinstance(given, str | Path):
-        named = named_data(str(given), recipe.data)
-        place = named.get("root") or named["name"]
-        if "root" not in named and not Path(place).is_absolute():
-            check_name(place)
-            return {"name": place, **changes}
+    options = {name: value for name, value in recipe.data.items() if name not in _OF_PLACES}
+    if isinstance(source, str | Path):
+        named = named_data(str(source), recipe.data)
+        location = named.get("root") or named["name"]
+        if "root" not in named and not Path(location).is_absolute():
+            check_name(location)
+            return {"name": location, **changes}
     else:
-        place = [absolute(each) for each in given]
-    find_files(place)  # a wrong path is refused before anything is built
-    reader = _reader(recipe, place)
+        location = [absolute(path) for path in source]
+    find_files(location)  # a wrong path is refused before anything is built
+    reader = _reader(recipe, location)
     sizes = {"size": recipe.model.get("image_size"), "channels": recipe.model.get("channels")}
     if "text" in changes:  # another column of texts
         learned = {name: value for name, value in learned.items() if name != "inputs"}
-    known = {**{name: value for name, value in sizes.items() if value is not None}, **own, **learned}
-    table = {"name": reader, "root": place, **{n: value for n, value in known.items() if takes(reader, n)}}
+    all_options = {**{name: value for name, value in sizes.items() if value is not None}, **options, **learned}
+    table = {"name": reader, "root": location, **{n: value for n, value in all_options.items() if takes(reader, n)}}
     table = with_tokenizer(table, tokenizer_of(recipe)) if recipe.data else table
     if takes(reader, "needs_target"):
         table["needs_target"] = needs_target
@@ -64,14 +64,14 @@ def check_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {path.partition(".")[2]: value for path, value in changes.items()}
 
 
-def _reader(recipe: Recipe, place: Root) -> str:
+def _reader(recipe: Recipe, location: Root) -> str:
     """Return the data set that reads a place: one that its files name, that of the run, or any files."""
-    kind, own = reader_of(place), str(recipe.data.get("name", ""))
+    kind, name = reader_of(location), str(recipe.data.get("name", ""))
     if kind != "files":
         return kind
-    if Path(own).is_absolute():
-        own = "files"
-    images = any(file.suffix.lower() in IMAGE_ENDINGS for file in find_files(place).files)
-    if own not in READERS or own in ("tokens", "choices") or (own == "mnist" and images):
+    if Path(name).is_absolute():
+        name = "files"
+    images = any(file.suffix.lower() in IMAGE_ENDINGS for file in find_files(location).files)
+    if name not in READERS or name in ("tokens", "choices") or (name == "mnist" and images):
         return "files"
-    return own
+    return name

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.checkpoint.manifest import MANIFEST
-from phalanx.errors import CheckpointError, UsageError
+from phalanx.errors import CheckpointError, UsageError, a_type
 from phalanx.recipes import Recipe
 from phalanx.run.stored import StoredRun
 from phalanx.run.weights import load_weights, read_weights
@@ -31,32 +31,32 @@ _LEAST = 0.5
 """The share of a model's weights that a source of the same kind has: all but the head."""
 
 
-def build_pretrained(name: str, *, pretrained: str, weights: bool = True, **given: Any) -> nn.Module:
+def build_pretrained(name: str, *, pretrained: str, weights: bool = True, **options: Any) -> nn.Module:
     """Return a new model with the weights of `pretrained`; the other options are as those of `build`.
 
     `weights`: False for the shape alone. What was taken is the model's attribute `weights_note`.
     """
     source = pretrained
-    own = {key: value for key, value in given.items() if key in _OWN}
+    of_shape = {key: value for key, value in options.items() if key in _OWN}
     path = Path(str(source))
     state: Mapping[str, Any]
     if (path / CONFIG).is_file():
-        model, state = new_like(path, own, weights=weights)
+        model, state = new_like(path, of_shape, weights=weights)
     elif path.is_file():
-        own, model, state = given, build(name, **given), read_weights(path) if weights else {}
+        of_shape, model, state = options, build(name, **options), read_weights(path) if weights else {}
     else:
-        model, state = _like_run(path, own, weights=weights)
+        model, state = _like_run(path, of_shape, weights=weights)
     if type(model).__module__ != module_of(name):
-        raise UsageError(f"model.pretrained = '{source}' holds a {type(model).__name__}, which is not a '{name}'")
+        raise UsageError(f"model.pretrained = '{source}' holds {a_type(model)}, which is not a '{name}'")
     if weights:
-        said = [key for key in given if key not in own]
+        decided = [key for key in options if key not in of_shape]
         model.weights_note = _fill(model, state, path) + (  # type: ignore[assignment]
-            f"; it decides on {', '.join(said)}" if said else ""
+            f"; it decides on {', '.join(decided)}" if decided else ""
         )
     return model
 
 
-def _like_run(path: Path, own: Mapping[str, Any], *, weights: bool) -> tuple[nn.Module, Mapping[str, Any]]:
+def _like_run(path: Path, of_shape: Mapping[str, Any], *, weights: bool) -> tuple[nn.Module, Mapping[str, Any]]:
     """Return a new model of a run's (or checkpoint's) shape, and the weights of its best checkpoint."""
     run, checkpoint = _stored(path)
     recipe = run.recipe
@@ -70,9 +70,9 @@ def _like_run(path: Path, own: Mapping[str, Any], *, weights: bool) -> tuple[nn.
     source: nn.Module = make(table.pop("name"), **table)
     config: Any = getattr(source, "config", None)
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
-        raise UsageError(f"model.pretrained = '{path}': a {type(source).__name__} is read from a file of weights only")
+        raise UsageError(f"model.pretrained = '{path}': {a_type(source)} is read from a file of weights only")
     kind: Any = type(source)
-    new: nn.Module = kind(dataclasses.replace(config, **own))
+    new: nn.Module = kind(dataclasses.replace(config, **of_shape))
     if not weights:
         return new, {}
     checkpoint = checkpoint or run.best_checkpoint or next(iter(reversed(run.checkpoints)), None)
@@ -95,31 +95,31 @@ def _stored(path: Path) -> tuple[StoredRun, Path | None]:
 def _fill(model: nn.Module, state: Mapping[str, Any], source: Path) -> str:
     """Load the tensors that fit into a model; return what was taken, what is new and what was left out."""
     here = model.state_dict()
-    taken = {n: value for n, value in state.items() if n in here and here[n].shape == value.shape}
-    found, needed = (sum(here[name].numel() for name in names) for names in (taken, here))
-    if found < _LEAST * needed:
+    fitting = {n: value for n, value in state.items() if n in here and here[n].shape == value.shape}
+    count, needed = (sum(here[name].numel() for name in names) for names in (fitting, here))
+    if count < _LEAST * needed:
         raise CheckpointError(
-            f"model.pretrained = '{source}' has {found:,} of the {needed:,} weights of the model: it is another model"
+            f"model.pretrained = '{source}' has {count:,} of the {needed:,} weights of the model: it is another model"
         )
-    model.load_state_dict(taken, strict=False)
-    new, left = [name for name in here if name not in taken], [name for name in state if name not in taken]
-    note = f"weights of {source}: {len(taken)} tensors"
+    model.load_state_dict(fitting, strict=False)
+    new, left = [name for name in here if name not in fitting], [name for name in state if name not in fitting]
+    note = f"weights of {source}: {len(fitting)} tensors"
     return note + _listed("new", new) + _listed("left out", left)
 
 
-def _listed(what: str, found: Iterable[str]) -> str:
-    text = ", ".join(found)
-    return f"; {what}: {text}" if text else ""
+def _listed(title: str, names: Iterable[str]) -> str:
+    text = ", ".join(names)
+    return f"; {title}: {text}" if text else ""
 
 
 def tokenizer_of(recipe: Recipe) -> str | None:
     """Return the tokenizer of a recipe's tokens, a folder or a file tokenizer.json; None for bytes."""
     root = recipe.data.get("root") or recipe.data.get("name", "")
     root = root if isinstance(root, str) else root[0]
-    given = [recipe.data.get("tokenizer"), str(Path(root) / "tokenizer"), root, recipe.model.get("name", "")]
-    for place in filter(None, given):
-        if _has_tokenizer(Path(place)):
-            return str(place)
+    candidates = [recipe.data.get("tokenizer"), str(Path(root) / "tokenizer"), root, recipe.model.get("name", "")]
+    for candidate in filter(None, candidates):
+        if _has_tokenizer(Path(candidate)):
+            return str(candidate)
     return pretrained_tokenizer(recipe.model.get("pretrained"))
 
 
@@ -148,5 +148,5 @@ def with_tokenizer(data: dict[str, Any], tokenizer: str | None) -> dict[str, Any
 
 
 def _has_tokenizer(path: Path) -> bool:
-    own = path.name == _TOKENIZERS[0] and path.is_file()
-    return own or any((path / name).is_file() for name in _TOKENIZERS)
+    is_tokenizer = path.name == _TOKENIZERS[0] and path.is_file()
+    return is_tokenizer or any((path / name).is_file() for name in _TOKENIZERS)

@@ -7,7 +7,7 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,10 @@ from phalanx.world.seed import seed_everything
 from phalanx.zoo.models.registry import build, names
 from phalanx.zoo.recipe_parts import loss_options, recipe_parts
 
+if TYPE_CHECKING:
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
+
 _BYTES = 256
 
 
@@ -44,7 +48,7 @@ class SampleText(Callback):
         self.temperature = temperature
         self.code = TextCode(tokenizer)
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         """Draw the text, the same on all ranks, and report it on the main rank."""
         formation = trainer.formation
         model: Any = formation.unwrap(trainer.model)
@@ -60,7 +64,7 @@ class SampleText(Callback):
                 multiple=mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1),
                 through=trainer.model if formation.strategy.shards else None,
             )
-        trainer.report.events.emit(SampleDrawn(trainer.step, self.code.decode(drawn[0].tolist())))
+        cast("TrainLoop", trainer).report.events.emit(SampleDrawn(trainer.step, self.code.decode(drawn[0].tolist())))
 
 
 class TextCode:
@@ -77,15 +81,15 @@ class TextCode:
         """Return the tokens of a text; `special`: with those that the tokenizer puts around a text."""
         if self._tokenizer is None:
             return list(text.encode())
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        return found
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return tokens
 
     def text(self, tokens: list[int]) -> str:
         """Return the text of tokens."""
         if self._tokenizer is None:
             return bytes(token for token in tokens if token < _BYTES).decode("utf-8", errors="replace")
-        found: str = self._tokenizer.decode(tokens)
-        return found
+        decoded: str = self._tokenizer.decode(tokens)
+        return decoded
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens, as a terminal can show it."""
@@ -119,8 +123,8 @@ def with_batch_size(config: DistributedConfig, train: Any) -> DistributedConfig:
     if config.batch_size is not None:
         return config
     source = read_source(train, pin_memory=False, notes=[])
-    known = source.batch_size is not None or source.ready_batches or source.batch_sampler is not None
-    return config if known else config.with_trusted(batch_size=_BATCH_SIZE)
+    is_known = source.batch_size is not None or source.ready_batches or source.batch_sampler is not None
+    return config if is_known else config.with_trusted(batch_size=_BATCH_SIZE)
 
 
 def recipe_task(recipe: Recipe, config: DistributedConfig) -> TrainTask:
@@ -135,8 +139,8 @@ def _sized_task(recipe: Recipe, config: DistributedConfig) -> tuple[TrainTask, R
     model, train = parts.model, parts.train
     callbacks: list[Any] = [SampleText(**recipe.sample)] if recipe.sample else []
     for path in recipe.callbacks:
-        found = load_import(path, "callbacks")
-        callbacks.append(found() if inspect.isclass(found) else found)
+        callback = load_import(path, "callbacks")
+        callbacks.append(callback() if inspect.isclass(callback) else callback)
     task = TrainTask(
         model,
         train,
@@ -169,8 +173,8 @@ def _is_large(recipe: Recipe, config: DistributedConfig) -> bool:
 
 def recipe_metrics(recipe: Recipe) -> dict[str, Any] | None:
     """Return the functions of the recipe's metrics by name (of a class, an object); None for the usual ones."""
-    found = {name: load_import(path, f"metrics.{name}") for name, path in recipe.metrics.items()}
-    return {name: metric() if inspect.isclass(metric) else metric for name, metric in found.items()} or None
+    functions = {name: load_import(path, f"metrics.{name}") for name, path in recipe.metrics.items()}
+    return {name: metric() if inspect.isclass(metric) else metric for name, metric in functions.items()} or None
 
 
 def recipe_augment(recipe: Recipe, model: nn.Module, train: Any = None) -> Any:
@@ -209,13 +213,13 @@ def recipe_loss(recipe: Recipe, model: nn.Module) -> Any:
 
 def _made_loss(name: str, options: dict[str, Any]) -> Any:
     """Return a loss by name or import path; options are given to its class, or with every call of a function."""
-    found: Any = load_import(name, "loss") if is_import_path(name) else find_loss(name)
+    loss: Any = load_import(name, "loss") if is_import_path(name) else find_loss(name)
     if not options:
-        return found
-    if inspect.isclass(found):
-        return call_with(found, options, f"loss '{name}'")
-    known = list(inspect.signature(found).parameters)[2:]
+        return loss
+    if inspect.isclass(loss):
+        return call_with(loss, options, f"loss '{name}'")
+    parameters = list(inspect.signature(loss).parameters)[2:]
     for option in options:
-        if option not in known:
-            raise unknown_option(f"loss '{name}'", option, known)
-    return partial(found, **options)
+        if option not in parameters:
+            raise unknown_option(f"loss '{name}'", option, parameters)
+    return partial(loss, **options)

@@ -61,12 +61,12 @@ def recipe_model(recipe: Recipe) -> nn.Module:
     extend_path(recipe.paths)
     model = dict(recipe.model)
     name = model.pop("name")
-    made: Any = _maker(name, model, weights=False)(name, **model)
+    built: Any = _maker(name, model, weights=False)(name, **model)
     from phalanx.zoo.pretrained import tokenizer_of
 
-    if (tokenizer := tokenizer_of(recipe)) and not hasattr(made, "name_or_path"):
-        made.name_or_path = tokenizer  # where `export` finds it
-    return _inside_loss(recipe, made)
+    if (tokenizer := tokenizer_of(recipe)) and not hasattr(built, "name_or_path"):
+        built.name_or_path = tokenizer  # where `export` finds it
+    return _inside_loss(recipe, built)
 
 
 def given_data(table: Mapping[str, Any], model: nn.Module) -> Any:
@@ -92,10 +92,10 @@ def loss_options(recipe: Recipe) -> tuple[str, dict[str, Any]]:
 def _parts(recipe: Recipe, load: Callable[[dict[str, Any]], tuple[Any, Any]], without_storage: bool) -> RecipeParts:
     extend_path(recipe.paths)
     recipe = recipe.fitted()
-    place = torch.device("meta") if without_storage else nullcontext()
+    device = torch.device("meta") if without_storage else nullcontext()
     data, model = dict(recipe.data), dict(recipe.model)
     name = model.pop("name")
-    are_files, is_folder = (Path(str(each)).is_absolute() for each in (data["name"], name))
+    are_files, is_folder = (Path(str(entry)).is_absolute() for entry in (data["name"], name))
     if (are_files or data["name"] == "tokens") and "seq_len" in build_options(name):
         data.setdefault("seq_len", "model")
     make = _maker(name, model, weights=not without_storage)
@@ -103,33 +103,33 @@ def _parts(recipe: Recipe, load: Callable[[dict[str, Any]], tuple[Any, Any]], wi
         from phalanx.zoo.pretrained import with_source_tokenizer  # few runs need it
 
         data = with_source_tokenizer(data, model["pretrained"])
-    made: Any = None
+    built: Any = None
     if data.get("seq_len") == "model":
-        with place:
-            made = make(name, **model)
-        longest = _longest_input(made)
+        with device:
+            built = make(name, **model)
+        longest = _longest_input(built)
         data["seq_len"] = longest if data["name"] == "tokens" else min(longest, _LONGEST_TEXT)
     elif are_files and is_folder and "seq_len" not in data and takes(str(data["name"]), "seq_len"):
-        made = make(name, **model)
-        data["seq_len"] = min(_longest_input(made), _LONGEST_OF_FOLDER)
+        built = make(name, **model)
+        data["seq_len"] = min(_longest_input(built), _LONGEST_OF_FOLDER)
     train, val = load(data)
     learned = val if train is None else train
     sizes = _sizes(recipe, build_options(name), learned) if "pretrained" not in model else {}
     classes = _class_count(learned) if "classes" in build_options(name) else None
     if classes is not None and "classes" not in model:  # known only from the user's files
-        model["classes"], made = classes, None
+        model["classes"], built = classes, None
     if name in names():
         model = {**sizes, **model}
-    if made is None:
-        with place:
-            made = make(name, **model)
-    _fit(made, learned, None if train is None else val)
-    _compare_tokenizers(made, learned, data)
-    if (tokenizer := _tokenizer_place(learned, data)) and not hasattr(made, "name_or_path"):
-        made.name_or_path = str(tokenizer)  # where `export` finds it
-    known = {**recipe.data, **({"seq_len": data["seq_len"]} if "seq_len" in data else {})}
-    sized = replace(recipe, data=known, model={"name": name, **model}, sized=True)
-    return RecipeParts(_inside_loss(recipe, made), train, val, sized)
+    if built is None:
+        with device:
+            built = make(name, **model)
+    _fit(built, learned, None if train is None else val)
+    _compare_tokenizers(built, learned, data)
+    if (tokenizer := _tokenizer_place(learned, data)) and not hasattr(built, "name_or_path"):
+        built.name_or_path = str(tokenizer)  # where `export` finds it
+    data_table = {**recipe.data, **({"seq_len": data["seq_len"]} if "seq_len" in data else {})}
+    sized = replace(recipe, data=data_table, model={"name": name, **model}, sized=True)
+    return RecipeParts(_inside_loss(recipe, built), train, val, sized)
 
 
 def _maker(name: str, model: Mapping[str, Any], *, weights: bool) -> Callable[..., nn.Module]:
@@ -145,10 +145,10 @@ def _inside_loss(recipe: Recipe, model: nn.Module) -> nn.Module:
     if not recipe.loss:
         return model
     name, options = loss_options(recipe)
-    found: Any = load_import(name, "loss") if is_import_path(name) else None
-    if not implements(found, WrapsModel):
+    loss: Any = load_import(name, "loss") if is_import_path(name) else None
+    if not implements(loss, WrapsModel):
         return model
-    wrapped: nn.Module = call_with(found, options, f"loss '{name}'", model=model)  # type: ignore[arg-type]  # a class
+    wrapped: nn.Module = call_with(loss, options, f"loss '{name}'", model=model)  # type: ignore[arg-type]  # a class
     return wrapped
 
 
@@ -193,10 +193,10 @@ def _fit(model: nn.Module, train: Any, val: Any) -> None:
         if hasattr(data, "fit_to"):
             data.fit_to(model)
     _check_tokens(model, train)
-    known, needed = (getattr(each, "vocab_size", None) for each in (getattr(model, "config", None), train))
-    if isinstance(known, int) and isinstance(needed, int) and known < needed:
+    vocabulary, needed = (getattr(part, "vocab_size", None) for part in (getattr(model, "config", None), train))
+    if isinstance(vocabulary, int) and isinstance(needed, int) and vocabulary < needed:
         raise UsageError(
-            f"the model knows {known} tokens, and the data have {needed}",
+            f"the model knows {vocabulary} tokens, and the data have {needed}",
             hint=f"Write: --set model.vocab_size={needed}, or make the data with the model's own tokenizer.",
         )
     if getattr(train, "is_packed", False) and "documents" not in inspect.signature(model.forward).parameters:
@@ -225,18 +225,18 @@ def _check_tokens(model: nn.Module, data: Any) -> None:
 
 def _compare_tokenizers(model: Any, train: Any, data: dict[str, Any]) -> None:
     """Raise where a folder's model, which has a tokenizer, would see bytes; note where it sees another one's tokens."""
-    own = Path(str(getattr(model, "name_or_path", ""))) / "tokenizer.json"
-    if not own.is_file() or not isinstance(getattr(train, "vocab_size", None), int):
+    of_model = Path(str(getattr(model, "name_or_path", ""))) / "tokenizer.json"
+    if not of_model.is_file() or not isinstance(getattr(train, "vocab_size", None), int):
         return
-    given = _tokenizer_place(train, data)
-    if given is None:
+    of_data = _tokenizer_place(train, data)
+    if of_data is None:
         raise UsageError(
-            f"the texts are read as bytes, and the model in {own.parent} knows the tokens of its tokenizer",
-            hint=f"Write: --set data.tokenizer={own.parent}",
+            f"the texts are read as bytes, and the model in {of_model.parent} knows the tokens of its tokenizer",
+            hint=f"Write: --set data.tokenizer={of_model.parent}",
         )
-    other = Path(given) / "tokenizer.json" if Path(given).is_dir() else Path(given)
-    if other.is_file() and other.read_bytes() != own.read_bytes():
-        note = f"warning: the tokens are those of {other}, which differs from the model's own {own}"
+    other = Path(of_data) / "tokenizer.json" if Path(of_data).is_dir() else Path(of_data)
+    if other.is_file() and other.read_bytes() != of_model.read_bytes():
+        note = f"warning: the tokens are those of {other}, which differs from the model's own {of_model}"
         model.weights_note = f"{getattr(model, 'weights_note', '')} {note}".strip()
 
 
@@ -244,8 +244,8 @@ def _tokenizer_place(train: Any, data: dict[str, Any]) -> str | None:
     """Return the folder or file of the tokenizer that made the tokens of data; None for bytes, and other data."""
     if data["name"] == "tokens":
         return str(data.get("root") or data["sources"][0]["path"])
-    found = getattr(train, "tokenizer", data.get("tokenizer"))
-    return None if found is None else str(found)
+    tokenizer = getattr(train, "tokenizer", data.get("tokenizer"))
+    return None if tokenizer is None else str(tokenizer)
 
 
 def _options(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,8 +53,8 @@ class SavedRun(StoredRun):
         """All settings, without those about its own folders; of a run that is not trusted, those of a model alone."""
         path = self.path / "config.toml"
         settings = read_settings(path) if path.is_file() else {}
-        found = resolve({n: v for n, v in settings.items() if n not in _OF_THE_RUN}, environ={}).config
-        return found if self.is_trusted else _of_the_model(found)
+        resolved = resolve({n: v for n, v in settings.items() if n not in _OF_THE_RUN}, environ={}).config
+        return resolved if self.is_trusted else _of_the_model(resolved)
 
     @cached_property
     def history(self) -> History:
@@ -107,21 +107,21 @@ class SavedRun(StoredRun):
         classes = values.get("classes")
         return {**values.get("columns", {}), **({"class_names": list(classes)} if classes else {})}
 
-    def read(self, given: Given | None = None, *, needs_target: bool = True, **options: Any) -> Any:
+    def read(self, source: Given | None = None, *, needs_target: bool = True, **options: Any) -> Any:
         """Return data as the model takes them: files, a data set by name, an import path; else the validation data.
 
         Files are read with the options of the run's own data (the size of images, columns, classes, tokenizer), of
         which `options` replaces some: the validation part of a folder that has one, else everything. Without
         `needs_target` they may lack labels: a table without that column, images in any folder.
         """
-        if given is None:
+        if source is None:
             recipe = self._known_recipe()
-            found = recipe_parts(replace(recipe, data={**recipe.data, **options})).val
-            return _not_empty(found, self, None)
+            data = recipe_parts(replace(recipe, data={**recipe.data, **options})).val
+            return _not_empty(data, self, None)
         recipe = self.recipe or Recipe(self.name, "", {}, {})
         extend_path(recipe.paths)
-        table = given_table(recipe, given, self.learned, options, needs_target=needs_target)
-        return _not_empty(given_data(table, self.model), self, given)
+        table = given_table(recipe, source, self.learned, options, needs_target=needs_target)
+        return _not_empty(given_data(table, self.model), self, source)
 
     def _known_recipe(self) -> Recipe:
         recipe = self.recipe
@@ -143,7 +143,7 @@ class SavedRun(StoredRun):
                 "metrics": recipe_metrics(self.recipe),
                 "augment": recipe_augment(self.recipe, self.model),
             }
-        changes = {**_on_one_machine(base), **settings}
+        changes = {**_on_one_node(base), **settings}
         return Trainer(self.model, base.replace(**changes) if changes else base, **parts)
 
     def evaluate(self, data: Any = None, **settings: Any) -> dict[str, float]:
@@ -151,11 +151,11 @@ class SavedRun(StoredRun):
 
         Of a language model also the perplexity, exp of the mean loss of a token.
         """
-        given = self.read(data) if data is None or _is_named(data) else data
-        metrics = self.trainer(**settings).evaluate(given)
+        loaded = self.read(data) if data is None or _is_named(data) else data
+        metrics = self.trainer(**settings).evaluate(loaded)
         # Of multiple choice, preferences and the like, the loss is not that of a text.
         writes = hasattr(self.model, "generate") and not implements(self.model, WrapsModel)
-        if writes and "loss" in metrics and getattr(given, "metrics", None) is None:
+        if writes and "loss" in metrics and getattr(loaded, "metrics", None) is None:
             metrics["perplexity"] = math.exp(metrics["loss"]) if metrics["loss"] < _LARGEST_EXPONENT else math.inf
         return metrics
 
@@ -171,11 +171,11 @@ class SavedRun(StoredRun):
 def _is_named(data: Any) -> bool:
     """Whether data are given by a name or by paths."""
     return isinstance(data, str | Path) or (
-        isinstance(data, list) and bool(data) and all(isinstance(each, str | Path) for each in data)
+        isinstance(data, list) and bool(data) and all(isinstance(item, str | Path) for item in data)
     )
 
 
-def _on_one_machine(config: DistributedConfig) -> dict[str, Any]:
+def _on_one_node(config: DistributedConfig) -> dict[str, Any]:
     """Return the changes by which a run of several machines is used on this one, with the ranks of one of them."""
     nodes = len(config.host_ranks) if config.hosts else config.num_nodes
     if nodes == 1:
@@ -186,8 +186,8 @@ def _on_one_machine(config: DistributedConfig) -> dict[str, Any]:
 
 def _of_the_model(config: DistributedConfig) -> DistributedConfig:
     """Return the settings that matter for a model alone: another engine or another user trained it."""
-    kept = ("batch_size", "mixed_precision", "seed", "device", "loss_weighting")
-    return resolve({name: getattr(config, name) for name in kept}, environ={}).config
+    names = ("batch_size", "mixed_precision", "seed", "device", "loss_weighting")
+    return resolve({name: getattr(config, name) for name in names}, environ={}).config
 
 
 def load_run(name: str | Path, *, checkpoint: str | int | Path = "best", model: nn.Module | None = None) -> SavedRun:
@@ -206,25 +206,25 @@ def load_run(name: str | Path, *, checkpoint: str | int | Path = "best", model: 
 
 def _last_with_checkpoint() -> StoredRun:
     """Return the run that "last" means where a model is needed, and say which it is."""
-    if (found := next((run for run in list_runs() if run.is_trusted and run.checkpoints), None)) is None:
+    if (stored := next((run for run in list_runs() if run.is_trusted and run.checkpoints), None)) is None:
         return find_run("last")
-    say_to_user(f"last is {found.name}")
-    return found
+    say_to_user(f"last is {stored.name}")
+    return stored
 
 
-def _chosen(stored: StoredRun, wanted: str | int | Path) -> Path | None:
-    found = {path.name: path for path in stored.checkpoints}
-    if str(wanted) == "best":
+def _chosen(stored: StoredRun, name_or_step: str | int | Path) -> Path | None:
+    checkpoints = {path.name: path for path in stored.checkpoints}
+    if str(name_or_step) == "best":
         return None
-    if str(wanted) == "last" and found:
+    if str(name_or_step) == "last" and checkpoints:
         return stored.checkpoints[-1]
-    name = f"step-{int(str(wanted)):08d}" if str(wanted).isdecimal() else str(wanted)
-    if name in found:
-        return found[name]
-    if (path := as_path(str(wanted)) / MANIFEST).is_file():
+    name = f"step-{int(str(name_or_step)):08d}" if str(name_or_step).isdecimal() else str(name_or_step)
+    if name in checkpoints:
+        return checkpoints[name]
+    if (path := as_path(str(name_or_step)) / MANIFEST).is_file():
         return path.parent
     raise UsageError(
-        f"{stored.name} has no checkpoint '{wanted}'; it has: {', '.join(found) or '(none)'}",
+        f"{stored.name} has no checkpoint '{name_or_step}'; it has: {', '.join(checkpoints) or '(none)'}",
         hint="Write best, last, a step such as 200, or the path of a checkpoint.",
     )
 
@@ -243,8 +243,8 @@ def open_run(
     `model`: an import path or a reference model, where the run was not trained from a recipe.
     """
     run, options = load_run(name, checkpoint=checkpoint), check_changes(changes or {})
-    known = run.recipe if model is None or run.is_trusted else None
-    if known is None and (model is None or data is None):
+    recipe_of_run = run.recipe if model is None or run.is_trusted else None
+    if recipe_of_run is None and (model is None or data is None):
         missing = "--model" if model is None else "--data"
         why = "was not trained from a recipe" if run.is_trusted else "may be another user's"
         raise UsageError(
@@ -253,22 +253,22 @@ def open_run(
         )
     if model is None:
         return run, run.read(data, needs_target=needs_target, **options)
-    recipe = (known or Recipe(run.name, "", {}, {})).with_parts(model, None)
+    recipe = (recipe_of_run or Recipe(run.name, "", {}, {})).with_parts(model, None)
     if data is not None:
         table = given_table(recipe, data, run.learned, options, needs_target=needs_target)
         recipe = replace(recipe, data=table)
     recipe.check()
     if data is not None:
-        built, found = given_parts(recipe)
+        built, dataset = given_parts(recipe)
     else:
-        built, _, found, _ = recipe_parts(recipe)
-    return SavedRun(run.path, run._checkpoint, built), _not_empty(found, run, data)
+        built, _, dataset, _ = recipe_parts(recipe)
+    return SavedRun(run.path, run._checkpoint, built), _not_empty(dataset, run, data)
 
 
-def _not_empty(found: Any, run: SavedRun, given: Any) -> Any:
+def _not_empty(data: Any, run: SavedRun, source: Any) -> Any:
     """Return data; refuse those without a sample, of which there would be no answer."""
-    if found is None and given is None:
+    if data is None and source is None:
         raise UsageError(f"{run.name} has no validation data", hint="Name data: --data ./my-files")
-    if found is None or (hasattr(found, "__len__") and not len(found)):
-        raise UsageError(f"{given} has no samples", hint="Give files with at least one sample.")
-    return found
+    if data is None or (hasattr(data, "__len__") and not len(data)):
+        raise UsageError(f"{source} has no samples", hint="Give files with at least one sample.")
+    return data

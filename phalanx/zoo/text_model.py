@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.config.fields import T5_END, T5_PAD
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.model import WrapsModel, implements
 from phalanx.recipes import CONVERSATIONS
 from phalanx.zoo.data.chat_template import Messages, read_template
@@ -26,6 +25,7 @@ from phalanx.zoo.models.hf import load_pretrained
 from phalanx.zoo.models.hf.files import end_tokens_of, read_json
 from phalanx.zoo.recipe import TextCode, printable
 from phalanx.zoo.saved_run import SavedRun, load_run
+from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 from phalanx.zoo.token_data import read_token_manifest
 
 Ask = Callable[[Messages], list[int]]
@@ -64,8 +64,8 @@ class TextModel:
         """Return a text with what follows it; of a model that was trained on conversations, its answer alone."""
         prompt = self.chat([{"role": "user", "content": text}]) if self.is_chat else self.prompt(text)
         (row,) = self.model.generate([prompt], count, end_tokens=tuple(self.end_tokens), **asdict(sampling))
-        shown = row[len(prompt) :] if self.is_chat else row
-        return self.code.decode(shown[:-1] if shown and shown[-1] in self.end_tokens else shown)
+        output = row[len(prompt) :] if self.is_chat else row
+        return self.code.decode(output[:-1] if output and output[-1] in self.end_tokens else output)
 
 
 def open_text(name: str, checkpoint: str = "best") -> TextModel:
@@ -103,11 +103,11 @@ def written_text(run: SavedRun, text: str, count: int, sampling: Sampling) -> st
     """Return what the T5 of a run writes for a text."""
     folder = None if run.recipe is None else run.recipe.data.get("tokenizer")
     code, shift = (None, byte_sentinels().shift) if folder is None else (read_tokenizer(folder), 0)
-    given = [byte + shift for byte in text.encode()] if code is None else code.encode(text, add_special_tokens=False)
+    tokens = [byte + shift for byte in text.encode()] if code is None else code.encode(text, add_special_tokens=False)
     model: Any = run.model
-    (row,) = model.write(torch.tensor([[*given, T5_END]]), count, sampling=sampling).tolist()
-    kept = row[: row.index(T5_END)] if T5_END in row else [token for token in row if token != T5_PAD]
-    return printable(TextCode(None).text([token - shift for token in kept]) if code is None else code.decode(kept))
+    (row,) = model.write(torch.tensor([[*tokens, T5_END]]), count, sampling=sampling).tolist()
+    answer = row[: row.index(T5_END)] if T5_END in row else [token for token in row if token != T5_PAD]
+    return printable(TextCode(None).text([token - shift for token in answer]) if code is None else code.decode(answer))
 
 
 def _of_folder(folder: Path) -> TextModel:
@@ -152,7 +152,7 @@ def _checked(model: nn.Module, name: str) -> Decoder:
     if isinstance(model, Decoder):
         return model
     raise UsageError(
-        f"{name} holds a {type(model).__name__}, and serve answers with texts of gpt, llama and moe",
+        f"{name} holds {a_type(model)}, and serve answers with texts of gpt, llama and moe",
         hint="Use phalanx predict for outputs of other models; a transformers model of GPT-2 or Llama is served from "
         "the folder that phalanx export RUN --format hf writes.",
     )
@@ -169,9 +169,9 @@ def _rendered(template: str, messages: Messages, special: Mapping[str, str]) -> 
         environment = _jinja_environment()
     except ImportError:
         raise UsageError("a chat template needs jinja2", hint="Run: pip install 'phalanx[serve]'") from None
-    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **special}
+    variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **special}
     try:
-        return str(environment.from_string(template).render(given))
+        return str(environment.from_string(template).render(variables))
     except Exception as error:  # a template's own, or any that its code meets in messages of another form
         raise UsageError(f"the chat template refuses these messages: {error}") from error
 

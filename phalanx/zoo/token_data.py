@@ -58,9 +58,9 @@ def fitted_to_tokens(recipe: Recipe) -> Recipe:
 
 def _located_data(data: dict[str, Any]) -> dict[str, Any]:
     """Return the data with absolute paths: ranks, and a later command, may run in another folder."""
-    found = dict(data)
+    located = dict(data)
     if isinstance(data.get("root"), str):
-        found["root"] = _located(data["root"])
+        located["root"] = _located(data["root"])
     sources = data.get("sources", ())
     if not isinstance(sources, (list, tuple)) or not all(
         isinstance(source, Mapping) and isinstance(source.get("path"), str) for source in sources
@@ -70,8 +70,8 @@ def _located_data(data: dict[str, Any]) -> dict[str, Any]:
             hint='Write: --set \'data.sources=[{path = "code", weight = 3}, {path = "prose", weight = 1}]\'',
         )
     if sources:
-        found["sources"] = [{**source, "path": _located(source["path"])} for source in sources]
-    return found
+        located["sources"] = [{**source, "path": _located(source["path"])} for source in sources]
+    return located
 
 
 def _located(path: str) -> str:
@@ -81,10 +81,10 @@ def _located(path: str) -> str:
 def _with_vocabulary(model: dict[str, Any], vocabulary: int, folder: Path) -> dict[str, Any]:
     if model["name"] not in _DECODERS:
         return model
-    given = model.get("vocab_size", vocabulary)
-    if given < vocabulary:
+    size = model.get("vocab_size", vocabulary)
+    if size < vocabulary:
         raise UsageError(
-            f"model.vocab_size = {given}, but the tokenizer of {folder} has {vocabulary} tokens",
+            f"model.vocab_size = {size}, but the tokenizer of {folder} has {vocabulary} tokens",
             hint=f"Leave it out, or write: --set model.vocab_size={vocabulary}",
         )
-    return {**model, "vocab_size": given}
+    return {**model, "vocab_size": size}

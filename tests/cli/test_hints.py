@@ -13,7 +13,7 @@ from package_tree import modules, parsed
 
 import phalanx
 from phalanx.cli import VERBS
-from phalanx.cli.completion import _actions, _parser_of
+from phalanx.cli.completion import actions_of, parser_of
 from phalanx.config.aliases import NAMES
 
 OF_OTHERS = {
@@ -62,8 +62,8 @@ def flags() -> set[str]:
     """The flags of all verbs."""
     found: set[str] = set()
     for verb in VERBS:
-        actions = _actions(verb)
-        made = [make() for make in actions.values()] if actions else [_parser_of(verb)]
+        actions = actions_of(verb)
+        made = [make() for make in actions.values()] if actions else [parser_of(verb)]
         found |= {option for parser in made if parser is not None for option in options(parser)}
     return found
 

@@ -102,7 +102,7 @@ def test_the_planner_refuses_what_does_not_fit():
         (("ssh", "digits", "--hosts", "a:1", "--time-limit", "5s"), "leaves hardly any time"),
         (("ray", "digits", "--time-limit", "soon"), "such as 30m"),
         (("ssh", "digits"), "ssh needs the hosts"),
-        (("ssh", "digits", "--hosts", "a:8,b:4", "--num-workers", "6"), "do not fill machines with different slots"),
+        (("ssh", "digits", "--hosts", "a:8,b:4", "--num-workers", "6"), "do not fill nodes with different slots"),
         (
             ("ssh", "digits", "--hosts", "a:8,b:4", "--strategy", "fsdp", "--sharding", "hybrid"),
             "hybrid sharding needs shard_size",

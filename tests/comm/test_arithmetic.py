@@ -85,7 +85,7 @@ def test_the_accumulator_keeps_half_of_the_micro_batches():
     accumulator = TreeAccumulator(8)
     for number in range(8):
         accumulator.feed([torch.ones(1) * number])
-        assert len(accumulator._held) == min(number + 1, 4)
+        assert len(accumulator._branches) == min(number + 1, 4)
     assert accumulator.take()[0] == 28
 
 

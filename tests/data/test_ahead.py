@@ -41,7 +41,7 @@ class Plain(Dataset):
 def read(dataset: Dataset, *, workers: int, monkeypatch, batch_size: int = 4) -> list:
     """Return an epoch's batches with their descriptions, in workers from the sixth batch on."""
     monkeypatch.setattr(mapped, "_WORTH_WORKERS", 3)
-    monkeypatch.setattr(ahead, "worker_count", lambda ranks_here: workers)
+    monkeypatch.setattr(mapped, "worker_count", lambda ranks_here: workers)
     monkeypatch.setattr(ahead, "_MOST_IN_GROUP", 3)
     loader = shard_loader(dataset, batch_size=batch_size, seed=5)
     found = []
@@ -73,7 +73,7 @@ def test_the_process_goes_on_where_workers_fail(monkeypatch):
             return super().__getitem__(index)
 
     here = read(Plain(), workers=0, monkeypatch=monkeypatch)
-    monkeypatch.setattr(ahead, "holds_data_only", lambda dataset: True)
+    monkeypatch.setattr(mapped, "holds_data_only", lambda dataset: True)
     with pytest.warns(UserWarning, match="fetched by the training process again"):
         there = read(FailsInWorkers(), workers=1, monkeypatch=monkeypatch)
     assert [info for info, _ in there] == [info for info, _ in here]
@@ -117,7 +117,7 @@ def test_a_batch_stays_as_long_as_a_captured_step_may_hold_it(monkeypatch):
     assert capture._MOST_MICRO_BATCHES < ahead.HELD
     monkeypatch.setattr(ahead, "HELD", 12)
     monkeypatch.setattr(mapped, "_WORTH_WORKERS", 3)
-    monkeypatch.setattr(ahead, "worker_count", lambda ranks_here: 2)
+    monkeypatch.setattr(mapped, "worker_count", lambda ranks_here: 2)
     monkeypatch.setattr(ahead, "_MOST_IN_GROUP", 3)
     loader = shard_loader(Plain(samples=412), batch_size=4, seed=5)
     loader.fetch_ahead(1)

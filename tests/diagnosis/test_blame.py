@@ -178,7 +178,7 @@ def test_a_failure_that_asks_while_a_notice_waits_for_answers_gets_them_too():
     answered: list[str] = []
     inquiry.find_blame(lambda blame: answered.append("failure"))
     inquiry.find_blame(lambda blame: answered.append("notice"))
-    inquiry.take_question(7, own=True)
+    inquiry.take_question(7, is_ours=True)
     inquiry.take_answer({"number": 7, "from": 1, "calls": []})
     for call in later:  # the limits of time
         call()

@@ -182,12 +182,12 @@ class RaisesAndBreaks(Raises):
 
     def on_step_end(self, trainer, info) -> None:
         if info.step == 20:
-            import phalanx.run.weights as weights
+            from phalanx.run import job
 
             def broken(*_, **__):
                 raise RuntimeError("CUDA error: device-side assert triggered")
 
-            weights.whole_weights = broken
+            job.whole_weights = broken
         super().on_step_end(trainer, info)
 
 

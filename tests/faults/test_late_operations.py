@@ -64,12 +64,12 @@ BLOCKED = """
 import sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from phalanx import torch_records
+from phalanx import torch_compat
 from phalanx.diagnosis.records import OverdueWatch
 
 dist.init_process_group("gloo")
 if sys.argv[1] == "short":  # gloo itself would raise
-    torch_records.group_timeout = lambda backend, group: 1.0
+    torch_compat.group_timeout = lambda backend, group: 1.0
 group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
 watch, found = OverdueWatch(0, "gloo"), []
 

@@ -239,7 +239,7 @@ class ReadsTheHost(nn.Module):
 def test_a_model_that_reads_the_host(tmp_path, kind):
     captured = train(tmp_path, ReadsTheHost(kind), True)
     assert not captured[2].about(RECORDED)
-    said = captured[2].about("steps are launched kernel by kernel")
+    said = captured[2].about("CUDA graph capture is off")
     assert said, captured[2].texts
     if kind != "raises":
         assert "test_cuda_capture.py" in said[0]
@@ -293,8 +293,8 @@ def test_batches_that_are_fetched_ahead(tmp_path, monkeypatch):
 
     monkeypatch.setattr("phalanx.data.mapped._WORTH_WORKERS", 100)
     monkeypatch.setattr("phalanx.loop.loader._MEASURED_BATCHES", 32)
-    monkeypatch.setattr("phalanx.data.ahead.fetch_ahead", counted)
-    monkeypatch.setattr("phalanx.data.ahead.worker_count", lambda ranks_here: 2)
+    monkeypatch.setattr("phalanx.data.mapped.fetch_ahead", counted)
+    monkeypatch.setattr("phalanx.data.mapped.worker_count", lambda ranks_here: 2)
     data = Plain(make_data(16 * 400))
     captured = train(tmp_path, make_mlp(), True, data=data, max_steps=600)
     assert began, "the device waits for a data set that is read sample by sample"

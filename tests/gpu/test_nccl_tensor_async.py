@@ -15,7 +15,7 @@ import torch
 from command import finish, start
 
 from phalanx.strategies.tensor_overlap import ALLOW_SHARED
-from phalanx.torch_compiler import has_triton
+from phalanx.torch_compat import has_triton
 
 REHEARSAL = os.environ.get("SHARING_REHEARSAL") == "cpu"
 ON_GPU = torch.cuda.is_available() and not REHEARSAL

@@ -9,10 +9,11 @@ import time
 
 import pytest
 import torch
+from command import ROOT
 from ranks import RecordingConsole
 
 from phalanx.diagnosis.exits import RankExit, explain, find_first_cause
-from phalanx.diagnosis.stacks import whereabouts
+from phalanx.diagnosis.stacks import _RECORDER, whereabouts
 from phalanx.errors import UsageError
 from phalanx.host.gpus import count_gpus, count_visible
 from phalanx.host.processes import oom_kills
@@ -295,3 +296,7 @@ def test_a_traceback_shows_the_line_of_a_notebooks_cell(tmp_path, monkeypatch):
     monkeypatch.setitem(linecache.cache, cell, (9, None, ["def forward(x):\n", "    return x.no_such\n"], cell))
     lines = ["Traceback (most recent call last):", f'  File "{cell}", line 2, in forward', "ValueError: bad"]
     assert _report_of(lines, tmp_path) == (*lines[:2], "    return x.no_such", lines[2])
+
+
+def test_the_module_that_waits_for_messages_is_where_stacks_show_it():
+    assert (ROOT / _RECORDER).is_file()

@@ -368,7 +368,7 @@ def test_leaving_restores_what_was_prepared():
 
 
 def test_what_cannot_be_prepared_is_named():
-    with make_formation() as formation, pytest.raises(UsageError, match=r"prepare\(\) got 3, a int"):
+    with make_formation() as formation, pytest.raises(UsageError, match=r"prepare\(\) got 3, an int"):
         formation.prepare(3)
 
 

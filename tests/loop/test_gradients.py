@@ -131,7 +131,7 @@ def test_the_scale_of_fp16_stays_while_an_optimizer_waits_for_its_step(monkeypat
     split = {"batch_size": 2, "gradient_accumulation_steps": 2}
     scaled = adversaries(**split, mixed_precision="fp16", scaler_growth_interval=1, scaler_init_scale=8.0)
     assert scaled == pytest.approx(adversaries(**split), rel=1e-5)
-    with pytest.raises(UsageError, match=r"steps twice.*\n.*bf16"):
+    with pytest.raises(UsageError, match=r"stepped twice.*\n.*bf16"):
         adversaries(**split, passes=2, mixed_precision="fp16")
 
 

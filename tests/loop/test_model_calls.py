@@ -290,7 +290,7 @@ def test_modules_keep_their_modes(whole):
     assert [module.training for module in model.modules()] == modes
     assert model[0].num_batches_tracked.item() == (4 if whole else 0)
     assert kept_in_eval(model) == (
-        "" if whole else "in eval mode, and stay so: 0 (model.train() before fit() trains all)"
+        "" if whole else "modules left in eval mode: 0; call model.train() before fit() to train them"
     )
 
 

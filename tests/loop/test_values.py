@@ -61,7 +61,7 @@ def logged(folder) -> list[tuple[int, dict[str, float]]]:
 )
 def test_what_log_refuses(values, words):
     with pytest.raises(UsageError) as refused:
-        checked(values, taken=OWN_CURVES)
+        checked(values, reserved=OWN_CURVES)
     text = f"{refused.value.message} {refused.value.hint}"
     assert all(word in text for word in words), text
     assert "\n" not in refused.value.message
@@ -197,7 +197,7 @@ def test_a_name_that_is_never_logged_is_reported_after_the_first_epoch(tmp_path)
     assert "Did you mean 'val/accuracy'?" in never_logged("keep_best", "accuracy", ["fid"], ["accuracy", "loss"])
     assert parse_metric("min: fid ") == ("fid", "min")
     with pytest.raises(UsageError, match=r"log it as 'fid', and write keep_best='min:fid'"):
-        check_metrics(DistributedConfig(keep_best="min:val/fid"), has_val=True, known=["val/loss"])
+        check_metrics(DistributedConfig(keep_best="min:val/fid"), has_val=True, names=["val/loss"])
 
 
 def test_an_error_keeps_what_was_logged_until_then(tmp_path):

@@ -63,4 +63,4 @@ def test_phases_add_up_to_the_wall_time():
         now[0] = at
         phases.enter(name)
     assert phases.phase_seconds == {"data": 2.0, "forward": 3.0, "backward": 4.0, "optimizer": 0.0, "other": 6.0}
-    assert (phases.read().own, entered[-1]) == (5.0, "data")
+    assert (phases.read().own_work, entered[-1]) == (5.0, "data")

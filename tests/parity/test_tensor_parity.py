@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import IterableDataset, TensorDataset
 
 from phalanx import model as contract
-from phalanx import torch_compiler
+from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError, UsageError
 from phalanx.loop.formation import Formation
@@ -82,9 +82,9 @@ def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, tmp_path
     def run():
         torch.compile = functools.partial(torch.compile, backend="aot_eager")  # this process ends with the test
         Overlap.begin = lambda *_, **__: apart
-        before = torch_compiler.compiled_graphs()
+        before = torch_compat.compiled_graphs()
         split = {"tensor_parallel": 2, "strategy": strategy, "compile": True}
-        return train(str(tmp_path / "run"), **common, **split)[0], torch_compiler.compiled_graphs() - before
+        return train(str(tmp_path / "run"), **common, **split)[0], torch_compat.compiled_graphs() - before
 
     expected = ranks(lambda: train(str(tmp_path / "one"), **{**common, "batch_size": 8})[0], world_size=1)[0]
     for weights, graphs in ranks(run, world_size=world_size):

@@ -116,7 +116,7 @@ def test_wrong_documents_are_refused(document, says):
     [
         ("nope.toml", "no such recipe: nope.toml"),
         ("own_parts:tinyy", "Did you mean 'tiny'"),
-        ("own_parts:wrong", "is a int, not a recipe"),
+        ("own_parts:wrong", "is an int, not a recipe"),
         ("nowhere:tiny", "no module 'nowhere'"),
         ("own_parts.Net", "--model own_parts:Net"),
         ("train.py", "--script train.py"),

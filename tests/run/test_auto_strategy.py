@@ -61,7 +61,8 @@ def test_what_the_user_has_chosen_stays(monkeypatch):
 
 def test_one_rank_and_small_models_are_not_looked_at(monkeypatch):
     assert settled(4, monkeypatch, ranks=1).note == ""
-    monkeypatch.setattr("phalanx.features.feature", lambda _: pytest.fail("asked the planner about a small model"))
+    fail = lambda _: pytest.fail("asked the planner about a small model")  # noqa: E731
+    monkeypatch.setattr("phalanx.run.auto_strategy.feature", fail)
     assert settled(80, monkeypatch, preset="debug").note == ""
 
 

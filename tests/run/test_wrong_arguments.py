@@ -72,7 +72,7 @@ def test_a_named_loss_trains_and_others_are_refused_before_the_start(tmp_path, m
     message = refused(lambda: Trainer(nn.Linear(4, 2), loss_fn="msee"))
     assert "unknown loss 'msee'. Did you mean 'mse'?" in message
     assert "Write: loss_fn=MSELoss()" in refused(lambda: Trainer(nn.Linear(4, 2), loss_fn=nn.MSELoss))
-    assert "loss_fn = 3 is a int" in refused(lambda: Trainer(nn.Linear(4, 2), loss_fn=3))
+    assert "loss_fn = 3 is an int" in refused(lambda: Trainer(nn.Linear(4, 2), loss_fn=3))
 
 
 def test_the_class_of_a_callback_is_refused_before_the_start(tmp_path, monkeypatch):
@@ -89,14 +89,14 @@ def test_the_class_of_a_callback_is_refused_before_the_start(tmp_path, monkeypat
 def test_a_number_is_not_data(method):
     trainer = Trainer(nn.Linear(4, 2), num_workers=2, device="cpu")
     message = refused(lambda: getattr(trainer, method)(3))
-    assert f"{method}(3): data is a int" in message
+    assert f"{method}(3): data is an int" in message
     assert "Give a torch DataLoader" in message
 
 
 def test_prepare_names_what_it_got():
     with Formation(device="cpu") as formation:
         message = refused(lambda: formation.prepare(3))
-        assert "prepare() got 3, a int" in message
+        assert "prepare() got 3, an int" in message
         assert "formation.prepare(model, optimizer, data)" in message
         assert "prepare() got the class Linear" in refused(lambda: formation.prepare(nn.Linear))
 

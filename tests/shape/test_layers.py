@@ -22,9 +22,6 @@ CORE = {
     "engine": 1,
     "features": 1,
     "torch_compat": 1,
-    "torch_compiler": 1,
-    "torch_flash": 1,
-    "torch_records": 1,
     "host": 1,
     "observe": 1,
     "recipes": 2,
@@ -52,7 +49,6 @@ SIDEWAYS = {
     ("launch", "lazy"),
     ("launch", "observe"),
     ("launch", "torch_compat"),
-    ("launch", "torch_records"),
     ("engine", "launch"),
     ("recovery", "diagnosis"),
     ("__main__", "cli"),
@@ -153,26 +149,19 @@ def test_circles_of_types_are_listed():
     assert [group for group in circles(types=True) if set(group) not in TYPE_CIRCLES] == []
 
 
-def test_parts_of_the_loop_say_what_they_get():
-    """Callbacks of users and tests may take any trainer; what the loop calls itself has a type."""
-
-    def untyped(node: ast.AST, inside: str) -> list[str]:
-        found = []
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ClassDef) and "Callback" in {ast.unparse(base) for base in child.bases}:
-                continue
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                arguments = [*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs]
-                found += [
-                    f"{inside}: {child.name}({argument.arg}: Any)"
-                    for argument in arguments
-                    if argument.arg in {"loop", "trainer", "formation", "state", "evaluation", "saving"}
-                    and (argument.annotation is None or ast.unparse(argument.annotation) == "Any")
-                ]
-            found += untyped(child, inside)
-        return found
-
-    assert not [each for name in modules() if room(name) == "loop" for each in untyped(parsed(name), named(name))]
+def test_what_takes_the_loop_or_a_trainer_says_what_it_gets():
+    """Parts of the loop get what they use; callbacks of the package a `RunningTrainer`, as those of users do."""
+    of_loop = {"state", "evaluation", "saving"}
+    found = [
+        f"{named(name)}:{node.lineno}: {node.name}({argument.arg}: Any)"
+        for name in modules()
+        for node in ast.walk(parsed(name))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        if argument.arg in {"loop", "trainer", "formation", *(of_loop if room(name) == "loop" else ())}
+        and (argument.annotation is None or ast.unparse(argument.annotation) == "Any")
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_public_class_names_mean_one_thing():
@@ -187,14 +176,8 @@ def test_public_class_names_mean_one_thing():
 def test_private_torch_is_used_in_one_module_only():
     found = []
     for name, path in modules().items():
-        if name in (
-            "phalanx.torch_compat",
-            "phalanx.torch_compiler",
-            "phalanx.torch_flash",
-            "phalanx.torch_records",
-            "phalanx.launch.forkserver.preload",
-        ):  # the second imports by name, if present
-            continue
+        if name in {"phalanx.torch_compat", "phalanx.launch.forkserver.preload"}:
+            continue  # the second one only names modules, for a process that has not imported torch yet
         for number, line in enumerate(path.read_text().splitlines(), 1):
             match = PRIVATE_TORCH.search(line.split("#")[0])
             if match:

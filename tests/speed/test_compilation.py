@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from phalanx import PyTorchDDPTrainer, torch_compiler
+from phalanx import PyTorchDDPTrainer, torch_compat
 from phalanx.loop.hooks import Callback
 from phalanx.observe import events
 from phalanx.observe.step_clock import StepClock
@@ -38,11 +38,11 @@ class Graphs(Callback):
     """Keeps how many graphs there were after each step."""
 
     def __init__(self) -> None:
-        self.before = torch_compiler.compiled_graphs()
+        self.before = torch_compat.compiled_graphs()
         self.after_steps: list[int] = []
 
     def on_step_end(self, trainer: Any, info: Any) -> None:
-        self.after_steps.append(torch_compiler.compiled_graphs() - self.before)
+        self.after_steps.append(torch_compat.compiled_graphs() - self.before)
 
 
 class Said:
@@ -101,13 +101,13 @@ def test_only_whole_training_batches_are_compiled(name, tmp_path):
     graphs, said = Graphs(), Said()
     history = trainer_of(make(), tmp_path, graphs, said, compile=True, loss_fn=loss).fit(data(kind, 11), data(kind, 7))
     assert graphs.after_steps == [graphs.after_steps[0]] * 6, "the third and the sixth batch have three samples"
-    assert torch_compiler.compiled_graphs() - graphs.before == history.compile_graphs == graphs.after_steps[0]
+    assert torch_compat.compiled_graphs() - graphs.before == history.compile_graphs == graphs.after_steps[0]
     assert history.compile_graphs == 1 if name in ("digits", "user") else history.compile_graphs >= 1
     assert [phase for phase in said.phases if phase[0] == "compile"] == [("compile", "begin"), ("compile", "end")]
     assert not [text for text in said.texts if "torch.compile" in text]
     assert history.compile_seconds > 0
     assert history.total_time > history.compile_seconds + history.first_steps_seconds
-    assert torch_compiler.is_imported()
+    assert torch_compat.is_compiler_loaded()
 
 
 def test_evaluation_between_whole_batches_is_not_compiled_and_training_is(tmp_path):
@@ -116,7 +116,7 @@ def test_evaluation_between_whole_batches_is_not_compiled_and_training_is(tmp_pa
     history = trainer.fit(data("numbers", 8), data("numbers", 8))
     assert (graphs.after_steps, history.compile_graphs) == ([1, 1, 1, 1], 1)
     trainer.evaluate(data("numbers", 8))
-    assert torch_compiler.compiled_graphs() - graphs.before == 1
+    assert torch_compat.compiled_graphs() - graphs.before == 1
 
 
 def test_a_model_that_the_user_has_compiled_is_watched_and_says_why_it_is_compiled_again(tmp_path):
@@ -131,7 +131,7 @@ def test_a_model_that_the_user_has_compiled_is_watched_and_says_why_it_is_compil
 
 def test_the_watch_ends_with_the_run(tmp_path):
     seen: list[str] = []
-    remove = torch_compiler.around_compiles(lambda: seen.append("begin"), lambda: seen.append("end"))
+    remove = torch_compat.around_compiles(lambda: seen.append("begin"), lambda: seen.append("end"))
     handler = import_module("torch._dynamo.callback").callback_handler
     before = len(handler.start_callbacks), len(handler.end_callbacks)
     trainer_of(Normalised(), tmp_path, compile=True, loss_fn=nn.CrossEntropyLoss()).fit(data("numbers", 8))
@@ -182,9 +182,22 @@ def test_calls_are_switched_for_the_whole_process():
     compiled(torch.ones(2))
     assert traced == [False]
     calls.use(compiled=True)
-    before = torch_compiler.compiled_graphs()
+    before = torch_compat.compiled_graphs()
     compiled(torch.ones(2))
-    assert torch_compiler.compiled_graphs() == before + 1
+    assert torch_compat.compiled_graphs() == before + 1
+
+
+def test_a_recompilation_says_its_reason():
+    @torch.compile(dynamic=False)
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    began = time.time()
+    twice(torch.ones(2))
+    assert torch_compat.recompile_reason(began) == ""
+    twice(torch.ones(3))
+    assert "size" in torch_compat.recompile_reason(began)
+    assert torch_compat.recompile_reason(time.time() + 60) == ""
 
 
 def test_compiled_code_is_kept_in_the_users_cache(tmp_path):
@@ -193,7 +206,7 @@ def test_compiled_code_is_kept_in_the_users_cache(tmp_path):
     place = tmp_path / "phalanx" / "compile"
     assert (environ["TORCHINDUCTOR_CACHE_DIR"], environ["TRITON_CACHE_DIR"]) == (str(place), str(place / "triton"))
     assert place.stat().st_mode & 0o077 == 0, "what is read from there is executed"
-    own = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": torch_compiler.own_compile_cache()}
+    own = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": torch_compat.default_compile_cache()}
     keep_compiled_code(own)
     assert own["TORCHINDUCTOR_CACHE_DIR"] == str(place), "torch has written its own place there, not the user"
 
@@ -228,7 +241,7 @@ def test_a_cache_that_cannot_be_written_is_a_note(tmp_path, monkeypatch):
 def test_a_share_of_activations_is_set_and_set_back():
     config = import_module("torch._functorch.config")
     before = config.activation_memory_budget
-    undo = torch_compiler.keep_activations(0.25)
+    undo = torch_compat.keep_activations(0.25)
     assert config.activation_memory_budget == 0.25
     undo()
     assert config.activation_memory_budget == before

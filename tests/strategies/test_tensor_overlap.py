@@ -16,7 +16,7 @@ from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from phalanx import torch_compiler
+from phalanx import torch_compat
 from phalanx.strategies import tensor_overlap
 from phalanx.strategies.tensor_overlap import ALLOW_SHARED, Overlap
 from phalanx.strategies.tensor_parallel import GatherFirstInput, split_tensors
@@ -65,7 +65,7 @@ def passed_graphs(model: nn.Module, mesh: DeviceMesh, monkeypatch: pytest.Monkey
     """Return what is in the graphs of forward and backward of the only layer, as a run compiles it."""
     passes = Passes(monkeypatch)
     split_tensors(model, mesh, **options)
-    undo = torch_compiler.overlap_products(mesh.get_group())
+    undo = torch_compat.overlap_products(mesh.get_group())
     model.layers[0].forward = torch.compile(model.layers[0].forward, backend=passes, dynamic=False)
     tokens = torch.zeros(3, 16, dtype=torch.long)
     try:
@@ -119,7 +119,7 @@ def gpus(monkeypatch):
     """Four GPUs that may read each other's memory, apart from the pairs in the returned set."""
     apart: set[tuple[int, int]] = set()
     monkeypatch.delenv(ALLOW_SHARED, raising=False)
-    monkeypatch.setattr(torch_compiler, "has_triton", lambda: True)
+    monkeypatch.setattr(torch_compat, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) not in apart)
     monkeypatch.setattr(tensor_overlap, "_share_memory", lambda world, group: "")
@@ -168,9 +168,9 @@ def test_memory_that_cannot_be_shared_is_a_reason_on_all_ranks(mesh, monkeypatch
         raise RuntimeError("detected allocations from overlapping devices\nand a trace")
 
     world, group = SimpleNamespace(device=torch.device("cpu")), mesh.get_group()
-    monkeypatch.setattr(torch_compiler, "share_memory", refuse)
+    monkeypatch.setattr(torch_compat, "share_memory", refuse)
     assert tensor_overlap._share_memory(world, group) == "detected allocations from overlapping devices"
-    monkeypatch.setattr(torch_compiler, "share_memory", lambda group: None)
+    monkeypatch.setattr(torch_compat, "share_memory", lambda group: None)
     assert tensor_overlap._share_memory(world, group) == ""
     monkeypatch.setattr(dist, "all_reduce", lambda shared, *_, **__: shared.zero_())
     assert "another rank" in tensor_overlap._share_memory(world, group)
@@ -187,8 +187,8 @@ def test_a_later_group_of_the_same_name_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "enable_symm_mem_for_group", calls.append)
     monkeypatch.setattr(memory, "get_symm_mem_workspace", lambda name, min_size: calls.append(name))
     first = Group()
-    torch_compiler.share_memory(first)
-    torch_compiler.share_memory(first)
+    torch_compat.share_memory(first)
+    torch_compat.share_memory(first)
     assert calls == ["of this test"] * 4
     with pytest.raises(RuntimeError, match="used before"):
-        torch_compiler.share_memory(Group())
+        torch_compat.share_memory(Group())

@@ -100,7 +100,7 @@ def test_without_a_gpu_ranks_of_torchrun_are_refused_too():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"device": "cpu"}, "--num-workers 4 --device cpu is enough"),
+        ({"device": "cpu"}, "leave share_gpus out: --device cpu is enough"),
         ({"communication_backend": "gloo"}, "gloo needs nothing"),
         ({"strategy": "deepspeed"}, "not tried"),
         ({"backend": "ray"}, "backend = 'pytorch-ddp' or 'pytorch-fsdp'"),

@@ -20,9 +20,9 @@ from phalanx.world.seed import rng_scope, rng_state, seed_everything, seed_proce
 def test_one_machine_is_assumed_only_where_the_starter_says_so():
     """Kubeflow, and people, set RANK and WORLD_SIZE alone: the ranks may be anywhere."""
     given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "29511"}
-    assert not read_rank_env(given).on_one_machine
-    assert read_rank_env({**given, "LOCAL_WORLD_SIZE": "2"}).on_one_machine
-    assert not read_rank_env({**given, "LOCAL_WORLD_SIZE": "1"}).on_one_machine
+    assert not read_rank_env(given).on_one_node
+    assert read_rank_env({**given, "LOCAL_WORLD_SIZE": "2"}).on_one_node
+    assert not read_rank_env({**given, "LOCAL_WORLD_SIZE": "1"}).on_one_node
 
 
 def test_jobs_of_torchrun_on_several_nodes_do_not_share_an_id():

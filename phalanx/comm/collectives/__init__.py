@@ -58,12 +58,12 @@ def find_algorithm(collective: str, algorithm: str | None = None) -> Callable[..
     """Return a collective's function for an algorithm, or for its default one."""
     if collective not in ALGORITHMS:
         raise UsageError(unknown_name("collective", collective, ALGORITHMS))
-    known = ALGORITHMS[collective]
+    functions = ALGORITHMS[collective]
     if algorithm is None:
-        return next(iter(known.values()))
-    if algorithm not in known:
-        raise UsageError(unknown_name("algorithm", algorithm, known, of=collective))
-    return known[algorithm]
+        return next(iter(functions.values()))
+    if algorithm not in functions:
+        raise UsageError(unknown_name("algorithm", algorithm, functions, of=collective))
+    return functions[algorithm]
 
 
 def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum", *, algorithm: str = "ring") -> None:

@@ -71,12 +71,12 @@ class PendingCheck(Protocol):
         """Return the inline data, with the size and dtype of `like`."""
 
 
-class _Done:
+class _NothingToMove:
     def wait(self) -> None:
         """Return at once: there was nothing to move."""
 
 
-_DONE = _Done()
+_DONE = _NothingToMove()
 
 
 @dataclass

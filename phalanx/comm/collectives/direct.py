@@ -12,14 +12,14 @@ from phalanx.errors import CommunicationError, UsageError
 
 def gather(tensor: torch.Tensor, channel: P2PChannel, root: int = 0) -> torch.Tensor | None:
     """Return the tensors of all ranks on `root`, stacked by rank; None on the others, each of which sends S."""
-    own = start_collective(f"gather to {root}", tensor, channel)
+    contiguous = start_collective(f"gather to {root}", tensor, channel)
     if channel.rank != root:
-        for handle in [channel.send(chunk, root) for chunk in chunks(own, channel)]:
+        for handle in [channel.send(chunk, root) for chunk in chunks(contiguous, channel)]:
             handle.wait()
         return None
-    gathered = own.new_empty(channel.size * own.numel())
+    gathered = contiguous.new_empty(channel.size * contiguous.numel())
     blocks = split(gathered, channel.size)
-    blocks[root].copy_(own)
+    blocks[root].copy_(contiguous)
     arrivals = [
         channel.receive(chunk, rank)
         for rank in range(channel.size)
@@ -37,11 +37,11 @@ def scatter(tensor: torch.Tensor, channel: P2PChannel, source: torch.Tensor | No
         start_check(channel, f"scatter from {root} of {mistake}")  # differs from the other ranks, so all raise
         channel.finish_check()
         raise CommunicationError(f"scatter from {root} of {mistake}", hint="Stack one tensor per rank on the root.")
-    own = start_collective(f"scatter from {root}", tensor, channel)
+    contiguous = start_collective(f"scatter from {root}", tensor, channel)
     if channel.rank != root:
-        for handle in [channel.receive(chunk, root) for chunk in chunks(own, channel)]:
+        for handle in [channel.receive(chunk, root) for chunk in chunks(contiguous, channel)]:
             handle.wait()
-        write_back(own, tensor)
+        write_back(contiguous, tensor)
         return
     assert source is not None, "a missing source is a mistake"
     rows = split(flatten(source, channel), channel.size)
@@ -61,15 +61,15 @@ def all_to_all(tensor: torch.Tensor, channel: P2PChannel) -> torch.Tensor:
 
     In round k a rank sends to the one k further and receives from the one k behind, so links are used evenly.
     """
-    own = start_collective("all_to_all", tensor, channel)
+    contiguous = start_collective("all_to_all", tensor, channel)
     if tensor.dim() == 0 or tensor.shape[0] != channel.size:
         channel.finish_check()
         raise UsageError(
             f"all_to_all of a tensor of shape {tuple(tensor.shape)} on {channel.size} ranks",
             hint=f"Give one row per rank: a first dimension of {channel.size}.",
         )
-    received = own.new_empty(own.numel())
-    rows, targets = split(own, channel.size), split(received, channel.size)
+    received = contiguous.new_empty(contiguous.numel())
+    rows, targets = split(contiguous, channel.size), split(received, channel.size)
     targets[channel.rank].copy_(rows[channel.rank])
     for shift in range(1, channel.size):
         to, source = (channel.rank + shift) % channel.size, (channel.rank - shift) % channel.size

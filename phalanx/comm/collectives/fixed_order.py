@@ -53,7 +53,7 @@ class TreeAccumulator:
         self.count = count
         self._half = 1 << (count - 1).bit_length() >> 1
         self._fed = 0
-        self._held: list[list[torch.Tensor] | None] = []
+        self._branches: list[list[torch.Tensor] | None] = []
 
     def feed(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take over the next micro-batch's gradients, which the accumulator changes in place."""
@@ -61,7 +61,7 @@ class TreeAccumulator:
             raise UsageError(f"all {self.count} micro-batches were fed already", hint="Take the total first.")
         partner = self._fed - self._half
         if partner < 0 or self._half == 0:
-            self._held.append(list(tensors))
+            self._branches.append(list(tensors))
         else:
             self._add(partner, tensors)
         self._fed += 1
@@ -72,24 +72,24 @@ class TreeAccumulator:
             raise UsageError("no micro-batch was fed", hint="Feed one or more first.")
         stride = self._half // 2
         while stride:
-            for first in range(min(stride, len(self._held) - stride)):
+            for first in range(min(stride, len(self._branches) - stride)):
                 self._add(first, self._release(first + stride))
             stride //= 2
         total = self._release(0)
-        self._held, self._fed = [], 0
+        self._branches, self._fed = [], 0
         return total
 
     def _add(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
-        held = self._held[index]
-        assert held is not None, "a branch is added to before it is released"
-        for into, tensor in zip(held, tensors, strict=True):
+        sums = self._branches[index]
+        assert sums is not None, "a branch is added to before it is released"
+        for into, tensor in zip(sums, tensors, strict=True):
             into.add_(tensor)
 
     def _release(self, index: int) -> list[torch.Tensor]:
-        held = self._held[index]
-        assert held is not None, "a branch is released once"
-        self._held[index] = None
-        return held
+        sums = self._branches[index]
+        assert sums is not None, "a branch is released once"
+        self._branches[index] = None
+        return sums
 
 
 def tree_sum(shards: Sequence[torch.Tensor], first: int = 0, stride: int = 1) -> torch.Tensor:

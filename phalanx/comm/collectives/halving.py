@@ -58,8 +58,8 @@ def halve_and_double(flat: torch.Tensor, channel: P2PChannel, reduction: Reducti
     distance = 1
     while distance < channel.size:
         peer = channel.rank ^ distance
-        held, given_by_peer = (rank // distance * distance for rank in (channel.rank, peer))
-        out, into = (flat[edges[first] : edges[first + distance]] for first in (held, given_by_peer))
+        ours, given_by_peer = (rank // distance * distance for rank in (channel.rank, peer))
+        out, into = (flat[edges[first] : edges[first + distance]] for first in (ours, given_by_peer))
         sendrecv(out, into, peer, peer, channel)
         distance *= 2
 

@@ -101,11 +101,11 @@ def _locations(channel: P2PChannel) -> list[RankLocation]:
     if not 2 < len(groups) <= _MEASURABLE or any(location.switch for location in locations):
         return locations
     leaders = [group[0] for group in groups]
-    own = torch.tensor([-1])
+    group_here = torch.tensor([-1])
     if channel.rank in leaders:
-        found = near_groups(measure_links(channel.subgroup(leaders), nbytes=_PROBE_BYTES, rounds=3))
-        own[0] = next(number for number, near in enumerate(found) if leaders.index(channel.rank) in near)
-    cluster_of = ring.all_gather(own.to(channel.device), channel).flatten().tolist()
+        hosts_near = near_groups(measure_links(channel.subgroup(leaders), nbytes=_PROBE_BYTES, rounds=3))
+        group_here[0] = next(number for number, near in enumerate(hosts_near) if leaders.index(channel.rank) in near)
+    cluster_of = ring.all_gather(group_here.to(channel.device), channel).flatten().tolist()
     clusters: dict[int, list[int]] = {}
     for group in groups:
         clusters.setdefault(cluster_of[group[0]], []).extend(group)

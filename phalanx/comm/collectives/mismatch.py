@@ -50,8 +50,8 @@ class Announcement:
 
 def describe(collective: str, tensor: torch.Tensor, op: str | None = None) -> str:
     """Return what must be equal on all ranks."""
-    shown = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    return f"{collective} {shown}" if op is None else f"{collective} {op} {shown}"
+    content = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{collective} {content}" if op is None else f"{collective} {op} {content}"
 
 
 def start_check(
@@ -100,12 +100,12 @@ class MismatchCheck:
     def __init__(self, channel: P2PChannel, description: str, inline: torch.Tensor | None = None) -> None:
         self._channel = channel
         self._inline = inline
-        self._seen = Announcement(channel.peers[channel.rank], description.encode()[:_TEXT_BYTES])
+        self._announcement = Announcement(channel.peers[channel.rank], description.encode()[:_TEXT_BYTES])
         header = channel.headers.get(description)  # kept, as training repeats its collectives
         if header is None:
             if len(channel.headers) >= _MAX_HEADERS:
                 channel.headers.clear()
-            header = channel.headers[description] = _packed(self._seen, channel)
+            header = channel.headers[description] = _packed(self._announcement, channel)
         self._header = header
         self._distance = 1
         self._departures: list[Handle] = []
@@ -121,13 +121,13 @@ class MismatchCheck:
             self._start_round()
         for departure in self._departures:
             departure.wait()
-        if self._seen.other != _NONE:
-            raise _mismatch(self._seen)
+        if self._announcement.other != _NONE:
+            raise _mismatch(self._announcement)
 
     def _start_round(self) -> None:
         """Send what is known to the rank `distance` further, and receive from the one as far behind."""
         channel = self._channel
-        outgoing = self._header if self._seen.other == _NONE else _packed(self._seen, channel)
+        outgoing = self._header if self._announcement.other == _NONE else _packed(self._announcement, channel)
         self._incoming = torch.empty_like(outgoing)
         if self._distance == 1 and not channel.is_batched:
             # gloo can receive a shorter message than its buffer: a rank need not know whether data is inline.
@@ -156,17 +156,22 @@ class MismatchCheck:
         if torch.equal(incoming[4:], self._header[4:]):
             return
         rank, other, text, other_text = _LAYOUT.unpack(bytes(incoming.cpu().numpy()))
-        self._seen = self._seen.and_also(Announcement(rank, text.rstrip(b"\0"), other, other_text.rstrip(b"\0")))
+        self._announcement = self._announcement.and_also(
+            Announcement(rank, text.rstrip(b"\0"), other, other_text.rstrip(b"\0"))
+        )
 
 
-def _packed(seen: Announcement, channel: P2PChannel) -> torch.Tensor:
-    header = bytearray(_LAYOUT.pack(seen.rank, seen.other, seen.text, seen.other_text))
+def _packed(announcement: Announcement, channel: P2PChannel) -> torch.Tensor:
+    header = bytearray(_LAYOUT.pack(announcement.rank, announcement.other, announcement.text, announcement.other_text))
     return torch.frombuffer(header, dtype=torch.uint8).to(channel.device)
 
 
-def _mismatch(seen: Announcement) -> CommunicationError:
+def _mismatch(announcement: Announcement) -> CommunicationError:
     (first, first_text), (second, second_text) = sorted(
-        [(seen.rank, seen.text.decode(errors="replace")), (seen.other, seen.other_text.decode(errors="replace"))]
+        [
+            (announcement.rank, announcement.text.decode(errors="replace")),
+            (announcement.other, announcement.other_text.decode(errors="replace")),
+        ]
     )
     return CommunicationError(
         f"the ranks disagree on a collective: rank {first} calls {first_text}, rank {second} calls {second_text}",

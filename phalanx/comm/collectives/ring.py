@@ -60,10 +60,10 @@ def reduce_scatter(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum") -
 
 def all_gather(tensor: torch.Tensor, channel: P2PChannel) -> torch.Tensor:
     """Return the tensors of all ranks, stacked by rank; all have one shape."""
-    own = start_collective("ring all_gather", tensor, channel)
-    gathered = own.new_empty(channel.size * own.numel())
+    contiguous = start_collective("ring all_gather", tensor, channel)
+    gathered = contiguous.new_empty(channel.size * contiguous.numel())
     blocks = split(gathered, channel.size)
-    blocks[channel.rank].copy_(own)
+    blocks[channel.rank].copy_(contiguous)
     pass_round(blocks, channel)
     return gathered.view(channel.size, *tensor.shape).to(tensor.device)
 

@@ -46,14 +46,14 @@ def measure_links(channel: P2PChannel, *, nbytes: int = 4 << 20, rounds: int = 1
     """Measure every pair by ping-pong, one pair at a time while the others wait; every rank calls it."""
     small = torch.zeros(1, dtype=torch.uint8, device=channel.device)
     large = torch.zeros(nbytes, dtype=torch.uint8, device=channel.device)
-    own = torch.zeros(2, channel.size, dtype=torch.float64)
+    measured = torch.zeros(2, channel.size, dtype=torch.float64)
     for first, second in combinations(range(channel.size), 2):
         barrier(channel)
         if channel.rank in (first, second):
             peer = first + second - channel.rank
-            own[0, peer] = _one_way(small, peer, channel, 2 * rounds)
-            own[1, peer] = nbytes / _one_way(large, peer, channel, rounds)
-    every = ring.all_gather(own, channel)
+            measured[0, peer] = _one_way(small, peer, channel, 2 * rounds)
+            measured[1, peer] = nbytes / _one_way(large, peer, channel, rounds)
+    every = ring.all_gather(measured, channel)
     for first, second in combinations(range(channel.size), 2):  # both measured it: use the lower rank's values
         every[second, :, first] = every[first, :, second]
     return LinkMatrix(every[:, 0].tolist(), every[:, 1].tolist())
@@ -116,13 +116,13 @@ class RankLocation:
 
 def find_locations(channel: P2PChannel) -> list[RankLocation]:
     """Return the location of each rank; every rank calls it, and only the first call sends anything."""
-    known: dict[tuple[int, ...], list[RankLocation]] = channel.state.locations
-    if channel.peers not in known:
+    cache: dict[tuple[int, ...], list[RankLocation]] = channel.state.locations
+    if channel.peers not in cache:
         message = json.dumps(asdict(own_location(channel.rank))).encode().ljust(_MESSAGE_BYTES)
         rows = ring.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8), channel)
         locations = [json.loads(bytes(row.numpy())) for row in rows]
-        known[channel.peers] = [RankLocation(**{**fields, "switch": tuple(fields["switch"])}) for fields in locations]
-    return known[channel.peers]
+        cache[channel.peers] = [RankLocation(**{**fields, "switch": tuple(fields["switch"])}) for fields in locations]
+    return cache[channel.peers]
 
 
 def own_location(rank: int, environment: Mapping[str, str] | None = None) -> RankLocation:

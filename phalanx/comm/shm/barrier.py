@@ -46,10 +46,10 @@ def has_futexes() -> bool:
     return _syscall is not None
 
 
-def futex_wait(address: int, seen: int, seconds: float) -> None:
-    """Wait until the word at `address` is woken, unless it differs from `seen`; at most `seconds`."""
+def futex_wait(address: int, value: int, seconds: float) -> None:
+    """Wait until the word at `address` is woken, unless it differs from `value`; at most `seconds`."""
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-    if _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0) != 0:  # type: ignore[misc]
+    if _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(value), ctypes.byref(limit), None, 0) != 0:  # type: ignore[misc]
         reason = ctypes.get_errno()
         if reason not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise OSError(reason, f"futex wait: {os.strerror(reason)}")
@@ -93,8 +93,8 @@ class ShmBarrier:
         if self._aborted:
             raise self._abort_error()
         self.count = (self.count + 1) % _WRAP
-        own = self._signature_at(self._rank)
-        self._bytes[own : own + SIGNATURE] = signature = _fitted(signature)
+        offset = self._signature_at(self._rank)
+        self._bytes[offset : offset + SIGNATURE] = signature = _fitted(signature)
         futex_count_and_wake(self._address + self._rank * SLOT)
         for rank in self._others:
             self._await(rank)
@@ -126,13 +126,13 @@ class ShmBarrier:
             if (words[word] - count) % _WRAP < _WRAP // 2:
                 return
         while True:
-            seen = words[word]
-            if (seen - count) % _WRAP < _WRAP // 2:
+            value = words[word]
+            if (value - count) % _WRAP < _WRAP // 2:
                 return
-            futex_wait(self._address + rank * SLOT, seen, _CHECK_S)
+            futex_wait(self._address + rank * SLOT, value, _CHECK_S)
             if self._aborted:
                 raise self._abort_error()
-            if words[word] == seen:
+            if words[word] == value:
                 self._check_peer(rank, time.perf_counter() - begin)
 
     def _check_peer(self, rank: int, waited: float) -> None:

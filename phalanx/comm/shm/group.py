@@ -55,8 +55,8 @@ class SharedGroup:
         self.rank, self.size = rank, size
         if half is None:
             # A barrier costs more where ranks share a core; rank 0 decides, as ranks may be pinned unequally.
-            own = HALF if size <= len(os.sched_getaffinity(0)) else 2 * HALF
-            half = int(gather_text(str(own))[0])
+            half_here = HALF if size <= len(os.sched_getaffinity(0)) else 2 * HALF
+            half = int(gather_text(str(half_here))[0])
         self._half = half
         slots = round_up(size * SLOT)
         later = size * round_up(room)  # for calls of `empty`
@@ -73,9 +73,9 @@ class SharedGroup:
         ring = call_ring()
         self._records = None if ring is None else _join_ring(ring, gather_text, rank)
 
-        def all_gather(gathered: list[torch.Tensor], own: torch.Tensor) -> None:
-            rows = torch.empty(size, own.numel(), dtype=own.dtype)
-            self.all_gather(rows, own)
+        def all_gather(gathered: list[torch.Tensor], tensor: torch.Tensor) -> None:
+            rows = torch.empty(size, tensor.numel(), dtype=tensor.dtype)
+            self.all_gather(rows, tensor)
             for one, row in zip(gathered, rows, strict=True):
                 one.copy_(row)
 
@@ -204,9 +204,9 @@ class SharedGroup:
                 flat[begin:end].copy_(stage[: end - begin])
         _back(tensor, flat)
 
-    def announce(self, what: str) -> None:
+    def announce(self, call: str) -> None:
         """Check that all ranks call the same collective, before one that does not use shared memory."""
-        self._meet(what.encode())
+        self._meet(call.encode())
 
     def close(self) -> None:
         """Release the pages; their memory is freed when no tensor uses it."""
@@ -271,8 +271,8 @@ _groups = itertools.count()
 
 def _join_ring(ring: CallRing, gather_text: AllGatherText, rank: int) -> GroupCalls:
     """Agree with the other ranks on a name under which this group's calls are recorded."""
-    own = dist.get_rank() if dist.is_initialized() else rank
-    texts = [text.split() for text in gather_text(f"{own} {next(_groups)}")]
+    global_rank = dist.get_rank() if dist.is_initialized() else rank
+    texts = [text.split() for text in gather_text(f"{global_rank} {next(_groups)}")]
     return ring.group(f"shared memory {texts[0][0]}.{texts[0][1]}", [int(text[0]) for text in texts])
 
 

@@ -38,10 +38,10 @@ def text_gatherer(all_gather: Callable[[list[torch.Tensor], torch.Tensor], objec
     """Return an all-gather of texts, made of an all-gather of tensors into a list."""
 
     def gather_text(text: str) -> list[str]:
-        own = torch.tensor(list(text.encode()[:TEXT].ljust(TEXT)), dtype=torch.uint8)
-        gathered = [torch.empty_like(own) for _ in range(size)]
+        encoded = torch.tensor(list(text.encode()[:TEXT].ljust(TEXT)), dtype=torch.uint8)
+        gathered = [torch.empty_like(encoded) for _ in range(size)]
         try:
-            all_gather(gathered, own)
+            all_gather(gathered, encoded)
         except RuntimeError as error:
             reason = first_line(error)
             raise CommunicationError(f"a rank was lost before the ranks could share memory: {reason}") from error
@@ -52,7 +52,9 @@ def text_gatherer(all_gather: Callable[[list[torch.Tensor], torch.Tensor], objec
 
 def group_text_gatherer(group: dist.ProcessGroup | None) -> AllGatherText:
     """Return an all-gather of texts in a process group that supports CPU tensors."""
-    return text_gatherer(lambda gathered, own: dist.all_gather(gathered, own, group=group), dist.get_world_size(group))
+    return text_gatherer(
+        lambda gathered, tensor: dist.all_gather(gathered, tensor, group=group), dist.get_world_size(group)
+    )
 
 
 def machine_id() -> str:
@@ -146,8 +148,8 @@ class SymmetricTensors:
 
     def __init__(self, gather_text: AllGatherText, rank: int, size: int) -> None:
         self._gather_text, self._rank, self._size = gather_text, rank, size
-        self._made: list[tuple[SharedPages, list[torch.Tensor]]] = []
-        self._found: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
+        self._pages: list[tuple[SharedPages, list[torch.Tensor]]] = []
+        self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's tensor; all ranks call this, with the same size."""
@@ -159,25 +161,25 @@ class SymmetricTensors:
             torch.frombuffer(pages.memory, dtype=torch.uint8, offset=rank * room, count=numel * dtype.itemsize)
             for rank in range(self._size)
         ]
-        self._made.append((pages, by_rank))
+        self._pages.append((pages, by_rank))
         return by_rank[self._rank].view(dtype)
 
     def find(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
         """Return the corresponding tensors of all ranks, if this flat, contiguous tensor is in shared pages."""
         key = (flat.data_ptr(), flat.numel(), flat.dtype)
-        tensors = self._found.get(key)
+        tensors = self._views.get(key)
         if tensors is None:
-            for _, by_rank in self._made:
+            for _, by_rank in self._pages:
                 offset = flat.data_ptr() - by_rank[self._rank].data_ptr()
                 if offset >= 0 and offset + flat.nbytes <= by_rank[self._rank].nbytes:
                     tensors = [one[offset : offset + flat.nbytes].view(flat.dtype) for one in by_rank]
-                    self._found[key] = tensors
+                    self._views[key] = tensors
         return tensors
 
     def close(self) -> None:
         """Close the files; the memory remains as long as tensors use it."""
-        for pages, _ in self._made:
+        for pages, _ in self._pages:
             pages.close()
-        self._made.clear()
-        self._found.clear()
+        self._pages.clear()
+        self._views.clear()
         del self._gather_text  # it refers to the group, which would keep the pages until a garbage collection

@@ -72,14 +72,14 @@ def _installed(name: str) -> list[Path]:
     """Return the extension that was installed together with DeepSpeed, if any."""
     package = importlib.util.find_spec("deepspeed")
     folders = (package.submodule_search_locations or []) if package is not None else []
-    return [found for folder in folders for found in Path(folder).glob(f"ops/*/{name}_op*.so")]
+    return [path for folder in folders for path in Path(folder).glob(f"ops/*/{name}_op*.so")]
 
 
 def _built(name: str, file: str) -> list[Path]:
     """Return this file of an extension in the folder where torch builds them."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if given is not None:
-        return list(Path(given).glob(f"{name}/{file}"))
+    directory = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if directory is not None:
+        return list(Path(directory).glob(f"{name}/{file}"))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     return list(cache.glob(f"torch_extensions/{python}*/{name}/{file}"))

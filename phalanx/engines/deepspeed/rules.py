@@ -19,7 +19,7 @@ from phalanx.config.pairs import Pair, other_than
 from phalanx.config.rules import STRATEGY, Mistakes, rule
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.engines.deepspeed.declaration import DeepSpeedSettings
-from phalanx.errors import UsageError, nearest
+from phalanx.errors import UsageError, a_type, nearest
 
 AUTO = "auto"
 _SAME = (
@@ -76,61 +76,61 @@ def missing(values: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what is missing, and how to install it, where these settings ask for a DeepSpeed that is not there."""
     strategy = values.get("strategy", AUTO)
     by_others = values.get("backend") == "deepspeed" or values.get("deepspeed_config") is not None
-    wanted = strategy == "deepspeed" or (strategy == AUTO and by_others)
-    return (MISSING, INSTALL) if wanted and importlib.util.find_spec("deepspeed") is None else None
+    is_needed = strategy == "deepspeed" or (strategy == AUTO and by_others)
+    return (MISSING, INSTALL) if is_needed and importlib.util.find_spec("deepspeed") is None else None
 
 
-def source_of(given: Any) -> str:
+def source_of(value: Any) -> str:
     """Return what a message about the JSON begins with: the setting, and the file that holds it."""
-    is_file = isinstance(given, str) and not given.strip().startswith("{")
-    return f"deepspeed_config ({given})" if is_file else "deepspeed_config"
+    is_file = isinstance(value, str) and not value.strip().startswith("{")
+    return f"deepspeed_config ({value})" if is_file else "deepspeed_config"
 
 
-def as_text(given: Any) -> str | None:
+def as_text(value: Any) -> str | None:
     """Return a dict, a file or text as JSON text; raises ValueError with what is wrong."""
-    if given is None:
+    if value is None:
         return None
-    given = getattr(given, "_param_dict", given)  # what a deepspeed.DeepSpeedConfig was built from
-    if isinstance(given, Mapping):
+    value = getattr(value, "_param_dict", value)  # what a deepspeed.DeepSpeedConfig was built from
+    if isinstance(value, Mapping):
         try:
-            return json.dumps(given)
+            return json.dumps(value)
         except TypeError as error:
             raise ValueError(f"a dict must hold plain values only: {error}") from None
-    if not isinstance(given, str):
-        raise ValueError(f"expected a path, JSON text, a dict or a DeepSpeedConfig, and got {type(given).__name__}")
-    text = given.strip()
+    if not isinstance(value, str):
+        raise ValueError(f"expected a path, JSON text, a dict or a DeepSpeedConfig, and got {type(value).__name__}")
+    text = value.strip()
     if text.startswith("{"):
         return json.dumps(_parsed(text, "the text"))
     try:
-        return json.dumps(_parsed(Path(given).read_text(encoding="utf-8"), given))
+        return json.dumps(_parsed(Path(value).read_text(encoding="utf-8"), value))
     except OSError as error:
-        raise ValueError(f"{given} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{value} cannot be read: {error.strerror}") from None
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} holds a {type(found).__name__}, not an object with DeepSpeed's settings")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} holds {a_type(content)}, not an object with DeepSpeed's settings")
+    return content
 
 
 def engine_settings(settings: Settings) -> dict[str, Any]:
     """Return DeepSpeed's settings as they were given: a copy, with "auto" still in it."""
-    found: dict[str, Any] = json.loads(str(options_of(DeepSpeedSettings, settings).deepspeed_config or "{}"))
-    return found
+    parsed: dict[str, Any] = json.loads(str(options_of(DeepSpeedSettings, settings).deepspeed_config or "{}"))
+    return parsed
 
 
 def look_up(settings: Mapping[str, Any], path: str) -> Any:
     """Return what stands at a dotted path, or None where nothing or "auto" does."""
-    found: Any = settings
+    node: Any = settings
     for part in path.split("."):
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(node, Mapping) or part not in node:
             return None
-        found = found[part]
-    return None if found == AUTO else found
+        node = node[part]
+    return None if node == AUTO else node
 
 
 def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -146,21 +146,21 @@ def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str
     changes: dict[str, Any] = {"deepspeed_config": text}
     mistakes = [("deepspeed_config", f"{source}: {text}") for text in _own_mistakes(settings)]
     try:
-        found = list(_values_of(settings, values["mixed_precision"]))
+        rows = list(_values_of(settings, values["mixed_precision"]))
     except ValueError as error:
         return changes, [*mistakes, ("deepspeed_config", f"{source}: {error}")]
-    for path, name, value in found:
+    for path, name, value in rows:
         ours = changes.get(name, values[name])  # two places of the JSON may set one setting
-        shown = json.dumps(look_up(settings, path))
+        in_json = json.dumps(look_up(settings, path))
         wrong = problem(FIELDS[name], value)
         if wrong is not None:
-            mistakes.append(("deepspeed_config", f"{source}: {path} = {shown} becomes {wrong}"))
+            mistakes.append(("deepspeed_config", f"{source}: {path} = {in_json} becomes {wrong}"))
         elif ours == value or (ours is True and value in ("bf16", "fp16")):  # true means either, by the device
             continue
         elif name not in changes and ours == FIELDS[name].default:
             changes[name] = value
         else:
-            text = f"{name} = {ours!r}, but deepspeed_config says {path} = {shown}: change one of them, or write "
+            text = f"{name} = {ours!r}, but deepspeed_config says {path} = {in_json}: change one of them, or write "
             mistakes.append((name, text + '"auto" there.'))
     return changes, mistakes
 
@@ -249,10 +249,10 @@ def _check_shape(kind: str, params: Mapping[str, Any]) -> None:
 def optimizer_name(settings: Mapping[str, Any]) -> str | None:
     """Return the `optimizer` that equals the JSON's; None without one, or for one that only DeepSpeed has."""
     kind = look_up(settings, "optimizer.type")
-    known = {"adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
+    names = {"adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
     if isinstance(kind, str) and kind.lower() == "adam":  # DeepSpeed's Adam decouples the decay by default
         return "adam" if look_up(settings, "optimizer.params.adam_w_mode") is False else "adamw"
-    return known.get(kind.lower()) if isinstance(kind, str) else None
+    return names.get(kind.lower()) if isinstance(kind, str) else None
 
 
 @rule(*STRATEGY, "sharding", "offload", "nvme_path")
@@ -265,25 +265,25 @@ def engine_conflicts(settings: Settings) -> Mistakes:
         yield name, f"{name} = {value!r} does not go with strategy = 'deepspeed': {_EXCLUDED[name]}."
     path = nvme_path(settings)
     if settings.offload == "nvme" and (settings.zero_stage != 3 or path is None):
-        found = ["unset" if value is None else repr(value) for value in (settings.zero_stage, path)]
+        settings_text = ["unset" if value is None else repr(value) for value in (settings.zero_stage, path)]
         yield (
             "offload",
             f"offload = 'nvme' needs zero_stage = 3 and nvme_path = '<folder on a fast disk>'; they are "
-            f"{found[0]} and {found[1]}.",
+            f"{settings_text[0]} and {settings_text[1]}.",
         )
     elif path != (look_up(engine_settings(settings), _NVME_PATH) or path):
-        said = look_up(engine_settings(settings), _NVME_PATH)
+        in_json = look_up(engine_settings(settings), _NVME_PATH)
         yield (
             "nvme_path",
-            f"nvme_path = {path!r}, but deepspeed_config says {_NVME_PATH} = {said!r}: leave one out.",
+            f"nvme_path = {path!r}, but deepspeed_config says {_NVME_PATH} = {in_json!r}: leave one out.",
         )
 
 
 @rule("strategy", "backend")
 def other_strategy(settings: Settings) -> Mistakes:
     """Report DeepSpeed's JSON together with another strategy."""
-    given = options_of(DeepSpeedSettings, settings).deepspeed_config
-    if given is not None and settings.resolved_strategy != "deepspeed":
+    config = options_of(DeepSpeedSettings, settings).deepspeed_config
+    if config is not None and settings.resolved_strategy != "deepspeed":
         named = "strategy" if settings.strategy != "auto" else "backend"
         value = getattr(settings, named)
         yield named, f"{named} = {value!r}, but deepspeed_config asks for DeepSpeed: leave one of them out."

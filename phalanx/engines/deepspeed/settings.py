@@ -41,10 +41,10 @@ def build_settings(config: DistributedConfig, world: World, model: nn.Module) ->
 
 
 def _set_precision(settings: dict[str, Any], config: DistributedConfig, world: World) -> None:
-    wanted = precision_name(config.mixed_precision, world.device.type)
+    precision = precision_name(config.mixed_precision, world.device.type)
     for name in ("bf16", "fp16"):
-        if name in settings or name == wanted:
-            settings[name] = {**settings.get(name, {}), "enabled": name == wanted}
+        if name in settings or name == precision:
+            settings[name] = {**settings.get(name, {}), "enabled": name == precision}
 
 
 def _set_zero(settings: dict[str, Any], config: DistributedConfig, model: nn.Module) -> None:
@@ -85,5 +85,5 @@ _FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay", "momentum": "m
 
 def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
     """Drop every remaining "auto", so that DeepSpeed's default applies."""
-    kept = {name: value for name, value in settings.items() if value != AUTO}
-    return {name: _without_auto(value) if isinstance(value, dict) else value for name, value in kept.items()}
+    decided = {name: value for name, value in settings.items() if value != AUTO}
+    return {name: _without_auto(value) if isinstance(value, dict) else value for name, value in decided.items()}

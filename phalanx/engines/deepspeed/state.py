@@ -103,22 +103,22 @@ class EngineState:
         return {"state": state, "param_groups": groups}
 
     def _full_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        found: torch.Tensor = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-        return found.detach().cpu().clone()
+        state: torch.Tensor = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+        return state.detach().cpu().clone()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load the states of all trained parameters into the partitions, and the groups' settings."""
         optimizer, flats = self._ready_optimizer()
-        found: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
         for name, values in state["state"].items():
             parameter = self._named[name]
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.ndim:
                     self._set(parameter, value.to(parameter.device), key)
                 else:
-                    found[key] = value
+                    loaded[key] = value
         for flat in flats:
-            optimizer.state[flat].update(_copied(found, optimizer.state[flat]))
+            optimizer.state[flat].update(_copied(loaded, optimizer.state[flat]))
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 

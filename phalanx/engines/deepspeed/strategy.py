@@ -115,15 +115,15 @@ class DeepSpeed(Strategy):
             raise UsageError("strategy = 'deepspeed' takes one model, then one optimizer, in this order")
         model = self._wrapped.module
         settings = build_settings(self.config, self.world, model)
-        own = "optimizer" not in settings
-        if not own:
+        is_ours = "optimizer" not in settings
+        if not is_ours:
             _check_same(optimizer, settings["optimizer"]["params"])
         state = EngineState(self._deepspeed, model, optimizer)
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-        given: dict[str, Any] = {"optimizer": optimizer} if own else {"model_parameters": groups}
+        arguments: dict[str, Any] = {"optimizer": optimizer} if is_ours else {"model_parameters": groups}
         try:
             with rank_environment(self.world.env):
-                engine, made, _, _ = self._deepspeed.initialize(model=model, config=settings, **given)
+                engine, wrapped, _, _ = self._deepspeed.initialize(model=model, config=settings, **arguments)
         except (ValueError, AssertionError, self._deepspeed.DeepSpeedConfigError) as error:
             raise UsageError(f"DeepSpeed refuses its settings: {error}", hint=f"They were: {settings}") from error
         state.connect(engine)
@@ -133,7 +133,7 @@ class DeepSpeed(Strategy):
         self._unset_local_rank = show_local_rank(self.world.env)  # stage 3 reads it in every forward pass
         self._wrapped.dtype = next((d for n, d in _LOW.items() if settings.get(n, {}).get("enabled")), None)
         engine.set_gradient_accumulation_boundary(self._sync)
-        stepping: torch.optim.Optimizer = getattr(made, "optimizer", made)
+        stepping: torch.optim.Optimizer = getattr(wrapped, "optimizer", wrapped)
         return stepping
 
     def follow(self, wrapped: nn.Module) -> None:
@@ -270,10 +270,10 @@ def import_deepspeed(device: torch.device) -> ModuleType:
             raise UsageError(
                 f"strategy = 'deepspeed' needs DeepSpeed: {error}", hint="Run: pip install 'phalanx[deepspeed]'"
             ) from error
-        found = deepspeed.accelerator.get_accelerator().device_name()
-    if found != device.type:
+        device_type = deepspeed.accelerator.get_accelerator().device_name()
+    if device_type != device.type:
         raise UsageError(
-            f"the ranks compute on {device.type}, but DeepSpeed was imported for {found}",
+            f"the ranks compute on {device.type}, but DeepSpeed was imported for {device_type}",
             hint=f"Set DS_ACCELERATOR={device.type} before deepspeed is imported.",
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -289,9 +289,9 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 def _check_same(optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> None:
     """Raise for an optimizer in Python that differs from the one in the JSON."""
     for name in ("lr", "weight_decay"):
-        given, in_json = optimizer.defaults.get(name), params.get(name)
-        if given is not None and in_json is not None and float(given) != float(in_json):
+        value, in_json = optimizer.defaults.get(name), params.get(name)
+        if value is not None and in_json is not None and float(value) != float(in_json):
             raise UsageError(
-                f"the optimizer has {name} = {given}, but deepspeed_config says optimizer.params.{name} = {in_json}",
+                f"the optimizer has {name} = {value}, but deepspeed_config says optimizer.params.{name} = {in_json}",
                 hint='Leave "optimizer" out of the JSON, or do not give one in Python.',
             )

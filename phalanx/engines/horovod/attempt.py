@@ -48,7 +48,7 @@ class HorovodOutput:
     show: Callable[[int, str], None]
     on_exit: Callable[[int, int], None]
     notice: Callable[[str], None]
-    own: list[str] = field(default_factory=list)
+    launcher_lines: list[str] = field(default_factory=list)
     """The last lines of horovodrun itself."""
     _logs: dict[int, RankLog] = field(default_factory=dict)
     _partial: bytes = b""
@@ -57,29 +57,29 @@ class HorovodOutput:
         """Process output; lines that are complete are passed on."""
         begun, start = self._partial, 0
         for end in _END.finditer(data):
-            self._take(begun + data[start : end.end()])
+            self._handle_line(begun + data[start : end.end()])
             begun, start = b"", end.end()
         self._partial = begun + data[start:]
         if len(self._partial) > _LONGEST:
-            self._take(self._partial)
+            self._handle_line(self._partial)
             of_rank = _OF_RANK.match(self._partial)
             self._partial = self._partial[: of_rank.start(2)] if of_rank else b""
 
     def close(self) -> None:
         """Pass on the rest, and close the logs."""
         if self._partial:
-            self._take(self._partial + b"\n")
+            self._handle_line(self._partial + b"\n")
         self._partial = b""
         for log in self._logs.values():
             log.close()
         self._logs.clear()
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         of_rank = _OF_RANK.match(line)
         if of_rank is None:
-            own = line.decode(errors="replace").rstrip()
-            self.own = [*self.own, own][-_OWN_LINES:] if own else self.own
-            if (ended := _ENDED.match(own)) is not None:
+            output = line.decode(errors="replace").rstrip()
+            self.launcher_lines = [*self.launcher_lines, output][-_OWN_LINES:] if output else self.launcher_lines
+            if (ended := _ENDED.match(output)) is not None:
                 self.on_exit(int(ended[1]), int(ended[2]))
             return
         rank, data = int(of_rank[1]), of_rank[2]
@@ -118,7 +118,7 @@ class HorovodAttempt(LauncherLoop):
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + self.name)
         self._listener.listen(ranks)
-        self._output = HorovodOutput(spec.log_dir, self._show, self._take_exit, console.notice)
+        self._output = HorovodOutput(spec.log_dir, self._show, self._handle_exit, console.notice)
 
     def run(self, command: list[str], environment: dict[str, str]) -> Outcome:
         """Start horovodrun and follow it to its end."""
@@ -132,7 +132,7 @@ class HorovodAttempt(LauncherLoop):
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
         )
         assert self._process.stdout is not None
-        self._selector.register(self._process.stdout, selectors.EVENT_READ, self._take_output)
+        self._selector.register(self._process.stdout, selectors.EVENT_READ, self._handle_output)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         try:
             self._follow()
@@ -142,7 +142,7 @@ class HorovodAttempt(LauncherLoop):
 
     # --- what arrives -------------------------------------------------------------------------------------------
 
-    def _take_output(self) -> None:
+    def _handle_output(self) -> None:
         assert self._process.stdout is not None
         data = os.read(self._process.stdout.fileno(), _CHUNK)
         if data:
@@ -162,12 +162,12 @@ class HorovodAttempt(LauncherLoop):
             return
         connection.setblocking(False)
         self._connections.append(connection)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._take_events(connection))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._handle_events(connection))
 
-    def _take_events(self, connection: socket.socket) -> None:
+    def _handle_events(self, connection: socket.socket) -> None:
         try:
             while data := connection.recv(_EVENT_BYTES):
-                self._take_event(json.loads(data))
+                self._handle_event(json.loads(data))
         except BlockingIOError:
             return
         except ConnectionResetError:
@@ -176,7 +176,7 @@ class HorovodAttempt(LauncherLoop):
         self._connections.remove(connection)
         connection.close()
 
-    def _take_event(self, event: dict[str, Any]) -> None:
+    def _handle_event(self, event: dict[str, Any]) -> None:
         state = self._states.get(event.get("rank", -1))
         if event["event"] == STARTED and state is not None:
             state.pid, state.code = event["pid"], None
@@ -193,7 +193,7 @@ class HorovodAttempt(LauncherLoop):
         else:
             self._console.handle(event)
 
-    def _take_exit(self, rank: int, code: int) -> None:
+    def _handle_exit(self, rank: int, code: int) -> None:
         """Note how a rank ended as horovodrun reports it, where the rank itself did not."""
         state = self._states.get(rank)
         if state is None:
@@ -213,7 +213,7 @@ class HorovodAttempt(LauncherLoop):
         return self._over
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
-        """Let the ranks stop at a step boundary: a rank that gets the signal passes it on to other machines."""
+        """Let the ranks stop at a step boundary: a rank that gets the signal passes it on to other nodes."""
         super()._stop_ranks(number, grace)
         if not self._living():
             send_signal(self._process.pid, signal.SIGTERM)
@@ -257,7 +257,7 @@ class HorovodAttempt(LauncherLoop):
 
     def _outcome(self, code: int) -> Outcome:
         for connection in list(self._connections):
-            self._take_events(connection)
+            self._handle_events(connection)
         self._output.close()
         states = list(self._states.values())
         for state in states:
@@ -280,15 +280,15 @@ class HorovodAttempt(LauncherLoop):
             victims = [state for state in failed if state not in of_themselves]
             failure = self._evidence.find_failure([state for state in states if state not in victims])
             record = None if failure.rank is None else read_record(self._spec.log_dir, failure.rank)
-            # The machine on which the rank ran is not always this one.
+            # The node on which the rank ran is not always this one.
             return failure if record is None else dataclasses.replace(failure, host=record["host"])
-        said = [line for line in self._output.own if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
+        lines = [line for line in self._output.launcher_lines if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
         has_started = any(state.pid is not None for state in states)
-        hint = "Every machine must let this user in by ssh without a password, and have this Python at the same path."
+        hint = "Every node must let this user in by ssh without a password, and have this Python at the same path."
         return FailureReport(
             cause="horovodrun gave up before a rank had failed" if has_started else "horovodrun started no rank",
             exit_code=1,
-            details=tuple(said),
-            hint=hint if any("ssh" in line for line in said) else "",
+            details=tuple(lines),
+            hint=hint if any("ssh" in line for line in lines) else "",
             logs=str(self._spec.log_dir),
         )

@@ -14,7 +14,7 @@ class HorovodSettings:
 
     host_discovery_script: str | None = option(
         None,
-        "elastic: an executable that prints the available machines, one host:slots per line",
+        "elastic: an executable that prints the available nodes, one host:slots per line",
         backends=("horovod",),
         scope="machine",
         used_by="command",

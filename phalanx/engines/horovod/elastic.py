@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class HorovodSurvivor(Survivor):
-    """A rank of elastic Horovod, whose driver tells which machines there are."""
+    """A rank of elastic Horovod, whose driver tells which nodes there are."""
 
     def __init__(self, attempt: int) -> None:
         super().__init__()
@@ -25,27 +25,27 @@ class HorovodSurvivor(Survivor):
         self.hosts_changed = False
 
     def prepare(self, loop: TrainLoop) -> None:
-        """Restore from memory after the first attempt, and stop where machines were lost or added."""
+        """Restore from memory after the first attempt, and stop where nodes were lost or added."""
         if self.attempt > 0:
             loop.restore = self.restore_or_resume(loop)
         loop.control.before_stop = self._regroup_if_hosts_changed
         if self.hosts_changed:  # during the rendezvous
-            self.take_host_change()
+            self.note_host_change()
 
-    def take_host_change(self) -> None:
+    def note_host_change(self) -> None:
         """Let all ranks stop at a step boundary for a new rendezvous; called by a thread of Horovod."""
         self.hosts_changed = True
-        self.ask("a change of machines")
+        self.ask("a change of nodes")
 
     def _regroup_if_hosts_changed(self) -> None:
         """Leave the loop for a new rendezvous, unless rank 0 was asked to end the run; called where all ranks stop."""
         from horovod.common.exceptions import HostsUpdatedInterrupt
 
         assert self._loop is not None, "called by the loop that runs"
-        asked = self._loop.stop.from_outside or self.stop_requested
-        asked, changed = horovod().broadcast_object((asked, self.hosts_changed), root_rank=0, name="phalanx.why_stop")
-        if asked is not None:
-            self._loop.stop.reason = asked
+        reason = self._loop.stop.from_outside or self.stop_requested
+        reason, changed = horovod().broadcast_object((reason, self.hosts_changed), root_rank=0, name="phalanx.why_stop")
+        if reason is not None:
+            self._loop.stop.reason = reason
         elif changed:
             raise HostsUpdatedInterrupt(skip_sync=False)
 
@@ -85,7 +85,7 @@ def _state_class() -> type:
             self._survivor = survivor
 
         def on_hosts_updated(self, timestamp: int, update: Any) -> None:
-            self._survivor.take_host_change()
+            self._survivor.note_host_change()
 
         def reset(self) -> None:
             self._survivor.attempt += 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import Engine
-from phalanx.engines.horovod.rules import STARTED_BY, names_machines
+from phalanx.engines.horovod.rules import STARTED_BY, names_hosts
 from phalanx.errors import UsageError
 from phalanx.launch.spec import PlannedRanks, Starter
 
@@ -37,18 +37,18 @@ class Horovod(Engine):
         )
 
     def num_nodes(self, config: DistributedConfig) -> int:
-        """Return 1: horovodrun starts the ranks of all machines from one."""
-        if config.num_nodes > 1 and not names_machines(config):
+        """Return 1: horovodrun starts the ranks of all nodes from one."""
+        if config.num_nodes > 1 and not names_hosts(config):
             ranks = config.total_ranks or "<ranks>"
             raise UsageError(
-                f"num_nodes = {config.num_nodes} with backend = 'horovod': horovodrun must know the machines",
+                f"num_nodes = {config.num_nodes} with backend = 'horovod': horovodrun must know the nodes",
                 hint=f"Write hosts = 'node1:4,node2:4', their slots, or start it by: horovodrun -np {ranks} -H ...",
             )
         return 1
 
     def counts_gpus_here(self, config: DistributedConfig) -> bool:
         """Whether all ranks run on this machine."""
-        return not names_machines(config)
+        return not names_hosts(config)
 
     def starter(self, config: DistributedConfig, ranks: PlannedRanks) -> Starter:
         """Return horovodrun with the config's settings."""
@@ -95,8 +95,8 @@ ENGINE = Horovod()
 
 def installed_library() -> Path | None:
     """Return the shared library of the installed Horovod, if any, without importing it."""
-    found = importlib.util.find_spec("horovod")
-    folders = [] if found is None else found.submodule_search_locations or []
+    spec = importlib.util.find_spec("horovod")
+    folders = [] if spec is None else spec.submodule_search_locations or []
     return next((library for folder in folders for library in sorted(Path(folder).glob("*/mpi_lib*.so"))), None)
 
 

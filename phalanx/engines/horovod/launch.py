@@ -42,12 +42,12 @@ class HorovodRun:
 
     @property
     def elastic(self) -> bool:
-        """Whether the run continues while machines are lost and added."""
+        """Whether the run continues while nodes are lost and added."""
         return self.least is not None or self.discovery is not None
 
     def launch(self, spec: LaunchSpec, console: RankConsole) -> LaunchResult:
         """Run the target on the ranks and return when all of them have ended."""
-        if self.discovery is not None:  # refused here if it names no machines: horovodrun would wait
+        if self.discovery is not None:  # refused here if it names no nodes: horovodrun would wait
             hosts = _discover(self.discovery)
         else:
             hosts = parse_hosts(self.hosts) if self.hosts is not None else (Host("localhost", self.ranks),)
@@ -117,10 +117,10 @@ def starter(config: DistributedConfig, layout: PlannedRanks) -> HorovodRun:
 def _discover(script: str) -> tuple[Host, ...]:
     path = Path(script)
     if not path.is_file() or not os.access(path, os.X_OK):
-        what = "is not executable" if path.is_file() else "does not exist"
+        problem = "is not executable" if path.is_file() else "does not exist"
         raise UsageError(
-            f"host_discovery_script = {script!r} {what}",
-            hint="Write a script that prints the machines, a line of host:slots each, and make it executable: chmod +x",
+            f"host_discovery_script = {script!r} {problem}",
+            hint="Write a script that prints the nodes, a line of host:slots each, and make it executable: chmod +x",
         )
     try:
         done = subprocess.run(
@@ -129,8 +129,8 @@ def _discover(script: str) -> tuple[Host, ...]:
         return parse_hosts(",".join(done.stdout.split()))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UsageError(
-            f"host_discovery_script = {script!r} names no machines: {error}",
-            hint="It must print a line of host:slots for each machine, such as node1:8.",
+            f"host_discovery_script = {script!r} names no nodes: {error}",
+            hint="It must print a line of host:slots for each node, such as node1:8.",
         ) from error
 
 

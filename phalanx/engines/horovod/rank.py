@@ -2,7 +2,7 @@
 
 The launcher's socket exists only on its own machine; on others the launcher gets only the rank's output, through
 horovodrun. mpirun would let the ranks continue after the launcher's end, so ranks with a connection to it end
-themselves when it closes, and mpirun then ends those of other machines.
+themselves when it closes, and mpirun then ends those of other nodes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def network() -> str:
 
 
 def _connect(name: str, launchers_network: str) -> socket.socket | None:
-    """Return a connection to the launcher, or None on another machine than its own."""
+    """Return a connection to the launcher, or None on another node than its own."""
     if network() != launchers_network:
         return None
     launcher = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

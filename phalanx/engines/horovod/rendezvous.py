@@ -18,7 +18,7 @@ from phalanx.world.env import RankEnv, write_horovod_env
 from phalanx.world.groups import forget_groups, open_loopback_store
 
 _CARD = "HOROVOD_GLOO_IFACE"
-"""The card that horovodrun found on all machines, by which they reach each other."""
+"""The card that horovodrun found on all nodes, by which they reach each other."""
 
 
 def horovod() -> Any:
@@ -44,9 +44,9 @@ def connect_ranks(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
 @functools.cache
 def _connect_ranks(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
     hvd, timeout = horovod(), timedelta(seconds=seconds)
-    one_machine = env.local_world_size == env.world_size
-    host, server = _own_address(one_machine=one_machine), None
-    if env.rank == 0 and one_machine:
+    one_node = env.local_world_size == env.world_size
+    host, server = _own_address(one_node=one_node), None
+    if env.rank == 0 and one_node:
         server = open_loopback_store(0, timeout, is_master=True)
     elif env.rank == 0:
         server = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -59,16 +59,16 @@ def _connect_ranks(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
     return dataclasses.replace(env, master_addr=host, master_port=port), store
 
 
-def _own_address(*, one_machine: bool) -> str:
+def _own_address(*, one_node: bool) -> str:
     """Return an address of this machine that the others can reach."""
-    if one_machine:
+    if one_node:
         return "127.0.0.1"
     card = os.environ.get(_CARD) or default_interface()
     address = None if card is None else address_of_card(card)
     if address is None:
         raise UsageError(
             f"the network card {card!r}, which horovodrun chose, has no address here",
-            hint="Name the card that leads to the other machines: horovodrun --network-interfaces eth0 ...",
+            hint="Name the card that leads to the other nodes: horovodrun --network-interfaces eth0 ...",
         )
     return address
 

@@ -1,4 +1,4 @@
-"""Rules of Horovod: its machines, Adasum, and settings that horovodrun replaces."""
+"""Rules of Horovod: its nodes, Adasum, and settings that horovodrun replaces."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from phalanx.engines.horovod.declaration import HorovodSettings
 STARTED_BY = "horovodrun"
 
 
-def names_machines(settings: Settings) -> bool:
-    """Whether a list or a script says which machines there are."""
+def names_hosts(settings: Settings) -> bool:
+    """Whether a list or a script says which nodes there are."""
     return settings.hosts is not None or options_of(HorovodSettings, settings).host_discovery_script is not None
 
 
 @rule("backend", "strategy", "host_discovery_script")
 def horovod_hosts(settings: Settings) -> Mistakes:
-    """Check that the machines are named once, and that an elastic run knows several."""
+    """Check that the nodes are named once, and that an elastic run knows several."""
     if settings.hosts is not None and options_of(HorovodSettings, settings).host_discovery_script is not None:
-        yield "hosts", "hosts and host_discovery_script both say which machines there are: leave one of them out."
-    if settings.min_workers is not None and not names_machines(settings):
+        yield "hosts", "hosts and host_discovery_script both say which nodes there are: leave one of them out."
+    if settings.min_workers is not None and not names_hosts(settings):
         yield settings.mistake(
             "min_workers",
-            ": an elastic run needs several machines: write host_discovery_script = './hosts.sh', or "
+            ": an elastic run needs several nodes: write host_discovery_script = './hosts.sh', or "
             "hosts = 'node1:8,node2:8'.",
         )
 
 
 @rule("backend", "strategy", "node_rank", *RANKS)
 def several_hosts(settings: Settings) -> Mistakes:
-    """Check that an elastic run names two machines."""
+    """Check that an elastic run names two nodes."""
     if settings.hosts is None or settings.min_workers is None:
         return
     try:
@@ -41,7 +41,7 @@ def several_hosts(settings: Settings) -> Mistakes:
     if len(hosts) < 2:
         yield settings.mistake(
             "min_workers",
-            " with one machine: Horovod gives up a machine that lost a rank, so there must be two. On one machine, "
+            " with one node: Horovod gives up a node that lost a rank, so there must be two. On one node, "
             "give it under two names: hosts = 'localhost:1,127.0.0.1:1'.",
         )
 
@@ -84,9 +84,9 @@ FOR_SCRIPTS = frozenset({"min_workers"})
 
 def unused(settings: Settings) -> Mistakes:
     """Yield (setting, what to write instead) for settings that horovodrun does not follow."""
-    if settings.num_nodes > 1 and not names_machines(settings):
+    if settings.num_nodes > 1 and not names_hosts(settings):
         yield settings.mistake(
             "num_nodes",
-            " with backend = 'horovod': horovodrun starts the ranks of all machines from one of them. Name the "
-            "machines instead: hosts = 'node1:8,node2:8'.",
+            " with backend = 'horovod': horovodrun starts the ranks of all nodes from one of them. Name the "
+            "nodes instead: hosts = 'node1:8,node2:8'.",
         )

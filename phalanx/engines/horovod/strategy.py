@@ -22,7 +22,7 @@ from phalanx.world.world import World
 
 _PAUSE = 50e-6
 """Seconds between two polls. Horovod's own wait polls all the time and keeps a core busy, which Horovod's threads and
-other ranks of the machine need."""
+other ranks of the node need."""
 
 
 class HorovodReducer(BackwardHooks):

@@ -46,13 +46,14 @@ class HorovodTrainer(TorchTrainer):
     ) -> None:
         settings: dict[str, Any] = dict(arguments)
         if compression is not None:
-            known = _COMPRESSORS.get(getattr(compression, "__name__", ""), repr(compression))
-            settings["compression"] = compression if isinstance(compression, str) else known
+            name = _COMPRESSORS.get(getattr(compression, "__name__", ""), repr(compression))
+            settings["compression"] = compression if isinstance(compression, str) else name
         if backward_passes_per_step is not None:
-            given = settings.setdefault("gradient_accumulation_steps", backward_passes_per_step)
-            if given != backward_passes_per_step:
+            accumulation = settings.setdefault("gradient_accumulation_steps", backward_passes_per_step)
+            if accumulation != backward_passes_per_step:
                 raise UsageError(
-                    f"backward_passes_per_step = {backward_passes_per_step}, but gradient_accumulation_steps = {given}",
+                    f"backward_passes_per_step = {backward_passes_per_step}, "
+                    f"but gradient_accumulation_steps = {accumulation}",
                     hint="They are two names of one setting: write one of them.",
                 )
         if verbose is not None:

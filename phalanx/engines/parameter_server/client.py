@@ -99,10 +99,10 @@ class ParameterClient:
 
     def costs(self) -> dict[tuple[str, int], float]:
         """Return the bytes sent and received for each piece since the shards got their placement."""
-        found = self._now(lambda: self._ask_all(FrameKind.COSTS, self.seq, {}, _meta))
+        answers = self._now(lambda: self._ask_all(FrameKind.COSTS, self.seq, {}, _meta))
         return {
             piece.key: moved
-            for pieces, answer in zip(self.placement.shards, found, strict=True)
+            for pieces, answer in zip(self.placement.shards, answers, strict=True)
             for piece, moved in zip(pieces, answer["moved"], strict=True)
         }
 
@@ -133,7 +133,7 @@ class ParameterClient:
         """Return the norm of the mean gradient over all workers; each worker must call it, after pushing all."""
         self._flush_all()
         squares = self._now(lambda: self._ask_all(FrameKind.NORM, self.seq, {}, _meta))
-        return math.sqrt(math.fsum(found["square"] for found in squares))
+        return math.sqrt(math.fsum(answer["square"] for answer in squares))
 
     def _now(self, job: Callable[[], Any]) -> Any:
         """Run a job in the communication thread, after the pending ones, and wait for it."""
@@ -188,8 +188,8 @@ class ParameterClient:
         return parameter[piece.start : piece.stop] if piece.shape else parameter
 
     def _exchange(self, kind: FrameKind, seq: int, meta: dict[str, Any]) -> None:
-        for shard, found in enumerate(self._ask_all(kind, seq, meta, None)):
-            self._rows += [(shard, index, rows, values) for index, rows, values in found]
+        for shard, answer in enumerate(self._ask_all(kind, seq, meta, None)):
+            self._rows += [(shard, index, rows, values) for index, rows, values in answer]
         if kind is FrameKind.COMMIT:
             for link in self._connections:
                 link.acknowledged(seq)
@@ -217,14 +217,14 @@ class ParameterClient:
 
         def read(connection: socket.socket, head: Head) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
             receive_into(connection, bytes_of(staging.dense))
-            found = []
+            updates = []
             for index, count in head.meta["rows"]:
                 rows = torch.empty(count, dtype=torch.int64)
                 values = torch.empty((count, *pieces[index].shape[1:]), dtype=dtype_of(pieces[index].dtype))
                 receive_into(connection, bytes_of(rows))
                 receive_into(connection, bytes_of(values))
-                found.append((index, rows, values))
-            return found
+                updates.append((index, rows, values))
+            return updates
 
         return read
 
@@ -245,8 +245,8 @@ class ParameterClient:
 
     def stats(self) -> list[dict[str, Any]]:
         """Return each shard's `ShardStats`, with the number of lost updates that this worker knows of."""
-        found = self._now(lambda: self._ask_all(FrameKind.STATS, self.seq, {}, _meta))
-        return [{**stats, "lost": link.lost_updates} for stats, link in zip(found, self._connections, strict=True)]
+        answers = self._now(lambda: self._ask_all(FrameKind.STATS, self.seq, {}, _meta))
+        return [{**stats, "lost": link.lost_updates} for stats, link in zip(answers, self._connections, strict=True)]
 
     @property
     def traffic(self) -> tuple[int, int]:

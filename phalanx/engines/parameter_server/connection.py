@@ -147,12 +147,12 @@ class ServerConnection:
         connection.settimeout(self._timeout)
         clock_before = self.clock
         self._send(FrameKind.HELLO, 0, self.hello, ())
-        found = self.answer(lambda _, head: head.meta)
-        self.start = found["start"]
-        if found["clock"] < clock_before:
-            lost = clock_before - found["clock"]
+        answer = self.answer(lambda _, head: head.meta)
+        self.start = answer["start"]
+        if answer["clock"] < clock_before:
+            lost = clock_before - answer["clock"]
             self.lost_updates += lost
-            self.clock = found["clock"]
+            self.clock = answer["clock"]
             _log.warning(
                 "the parameter server at %s restarted from its saved state: %d updates lost", self._where, lost
             )

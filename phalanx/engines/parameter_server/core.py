@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.engines.parameter_server.gradients import Bundle, Contribution, Merged, merge
+from phalanx.engines.parameter_server.gradients import Bundle, Contribution, MergedGradients, merge
 from phalanx.engines.parameter_server.membership import ShardSpec, ShardStats, WorkerTable
 from phalanx.engines.parameter_server.placement import Piece, piece_from
 from phalanx.engines.parameter_server.state import ShardState
@@ -30,8 +30,8 @@ class ShardCore:
         self._workers = WorkerTable(set(range(spec.rules.workers)))
         self._contributions: dict[int, Contribution] = {}
         self._commits: dict[int, dict[str, Any]] = {}
-        self._merged: tuple[int, Merged] | None = None
-        self._seen: dict[int, int] = {}
+        self._merged: tuple[int, MergedGradients] | None = None
+        self._versions_seen: dict[int, int] = {}
         self.clock = 0
         self._changed = threading.Condition()
         self._closed = False
@@ -53,7 +53,7 @@ class ShardCore:
             start = self._workers.start_of(worker, self.clock, together=self.together)
             self._workers.come(worker, connection, start if passed is None else passed)
             self._drop_sums_in(self._contributions.get(worker))
-            self._seen.pop(worker, None)
+            self._versions_seen.pop(worker, None)
             self._complete_rounds()
             self._changed.notify_all()
             return {"clock": self.clock, "start": start, "applied": self._workers.applied.get(worker, 0)}
@@ -114,8 +114,8 @@ class ShardCore:
         """
         with self._changed:
             state = self._state
-            rows = state.changed_rows(self._seen.get(worker, 0))
-            self._seen[worker] = state.version
+            rows = state.changed_rows(self._versions_seen.get(worker, 0))
+            self._versions_seen[worker] = state.version
             bundle = Bundle({(-1, "dense"): state.memory.dense if self.together else state.memory.dense.clone()})
             for index, piece in enumerate(self.pieces):
                 if index in rows:
@@ -130,8 +130,8 @@ class ShardCore:
     def fetch(self) -> Bundle:
         """Return copies of all values and optimizer states."""
         with self._changed:
-            found = self._state.bundle()
-            return Bundle({key: tensor.clone() for key, tensor in found.tensors.items()}, found.plain)
+            bundle = self._state.bundle()
+            return Bundle({key: tensor.clone() for key, tensor in bundle.tensors.items()}, bundle.plain)
 
     def load(self, bundle: Bundle) -> None:
         """Replace values and optimizer states, and save them at once: the shard can be restored from here on."""
@@ -145,7 +145,7 @@ class ShardCore:
             self.pieces = tuple(pieces)
             self._state = ShardState(self.pieces, self.spec.optimizer)
             self._contributions.clear()
-            self._seen.clear()
+            self._versions_seen.clear()
             self.moved = [0] * len(self.pieces)
 
     def close(self) -> None:
@@ -171,19 +171,19 @@ class ShardCore:
             if not self._workers.all_have(self._workers.committed, seq):
                 return
             commits = {w: c for w, c in sorted(self._commits.items()) if c["seq"] == seq}
-            self._take_step(seq, commits)
+            self._apply_step(seq, commits)
             self.clock = max(self.clock, seq)
             self._save_if_due()
             self._changed.notify_all()
 
     def _step_alone(self, worker: int) -> None:
-        self.stats.stale(self._state.version - self._seen.get(worker, self._state.version))
-        self._take_step(self._commits[worker]["seq"], {worker: self._commits[worker]})
+        self.stats.stale(self._state.version - self._versions_seen.get(worker, self._state.version))
+        self._apply_step(self._commits[worker]["seq"], {worker: self._commits[worker]})
         self.clock += 1
         self._save_if_due()
         self._changed.notify_all()
 
-    def _take_step(self, seq: int, commits: dict[int, dict[str, Any]]) -> None:
+    def _apply_step(self, seq: int, commits: dict[int, dict[str, Any]]) -> None:
         begin = time.perf_counter()
         merged = self._merge(seq) if self.together else merge(self._parts(seq, commits), self.pieces)
         first = next(iter(commits.values()))
@@ -196,7 +196,7 @@ class ShardCore:
             del self._commits[worker]
         self.stats.worked(begin)
 
-    def _merge(self, seq: int) -> Merged:
+    def _merge(self, seq: int) -> MergedGradients:
         """Return the sum of a step's gradients, computed once: for its norm, or when the step is taken."""
         if self._merged is None or self._merged[0] != seq:
             self._merged = (seq, merge(self._parts(seq, self._contributions), self.pieces))
@@ -210,8 +210,8 @@ class ShardCore:
     def _parts(self, seq: int, workers: dict[int, Any]) -> list[Contribution]:
         """Return the complete contributions to a step, in the order of workers."""
         complete = self._workers.complete
-        found = ((worker, self._contributions.get(worker)) for worker in sorted(workers))
-        return [part for worker, part in found if part and part.seq == seq and complete.get(worker, 0) >= seq]
+        contributions = ((worker, self._contributions.get(worker)) for worker in sorted(workers))
+        return [part for worker, part in contributions if part and part.seq == seq and complete.get(worker, 0) >= seq]
 
     def _save_if_due(self) -> None:
         if self._rules.save_every:
@@ -234,9 +234,9 @@ class ShardCore:
         self.stats.saves += 1
 
     def _restore(self) -> None:
-        found = None if self._storage is None else self._storage.load()
-        if found is not None:
-            meta, bundle = found
+        saved = None if self._storage is None else self._storage.load()
+        if saved is not None:
+            meta, bundle = saved
             self.replace([piece_from(piece) for piece in meta["pieces"]])
             self._state.load(bundle)
             self.clock = meta["clock"]

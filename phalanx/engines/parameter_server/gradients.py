@@ -97,7 +97,7 @@ class Contribution:
 
 
 @dataclass
-class Merged:
+class MergedGradients:
     """The sum of several workers' gradients, by piece."""
 
     count: int
@@ -120,9 +120,9 @@ class Merged:
             (gradient.values() if gradient.is_sparse else gradient).mul_(factor / self.count)
 
 
-def merge(parts: Sequence[Contribution], pieces: Sequence[Piece]) -> Merged:
+def merge(parts: Sequence[Contribution], pieces: Sequence[Piece]) -> MergedGradients:
     """Add up contributions in the order given, in the memory of the first one: equal order, equal bits."""
-    merged = Merged(len(parts), parts[0] if parts else None)
+    merged = MergedGradients(len(parts), parts[0] if parts else None)
     for index, piece in enumerate(pieces):
         dense = [part.memory.views[index] for part in parts if index in part.dense]
         rows = [part.rows[index] for part in parts if index in part.rows]

@@ -40,7 +40,7 @@ class ServerGroup:
         try:
             token = _draw_token(world)
             rules = Rules(world.world_size, config.resolved_server_mode, config.staleness or 0)
-            host = own_address(world.env.master_addr, one_machine=world.env.on_one_machine)
+            host = own_address(world.env.master_addr, one_node=world.env.on_one_node)
             for number in range(config.num_servers):
                 if owner(number, world.world_size, world.env.local_world_size) == world.rank:
                     spec = ShardSpec(number, placement, optimizer, rules, token, StateSlots())
@@ -61,8 +61,8 @@ class ServerGroup:
         return self._client
 
     def _address(self, number: int) -> tuple[str, int]:
-        own = self.shards.get(number)
-        host, port = json.loads(self._share(f"address/{number}", json.dumps(own.address) if own else None))
+        shard = self.shards.get(number)
+        host, port = json.loads(self._share(f"address/{number}", json.dumps(shard.address) if shard else None))
         return host, port
 
     def _share(self, name: str, value: str | None) -> str:

@@ -120,9 +120,9 @@ def _run_child(spec: ShardSpec, listener: socket.socket, parent: int) -> NoRetur
         os._exit(code)
 
 
-def _close_inherited(kept: set[int]) -> None:
+def _close_inherited(open_descriptors: set[int]) -> None:
     """Close the parent's descriptors: an open copy of its sockets would hide its failure from the other ranks."""
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
+        if int(name) not in open_descriptors:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
                 os.close(int(name))

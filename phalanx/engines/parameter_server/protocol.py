@@ -72,10 +72,10 @@ def tune(connection: socket.socket) -> None:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name that was received; ValueError for anything else."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"there is no dtype {name!r}")
-    return found
+    return dtype
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -146,11 +146,11 @@ def greet(connection: socket.socket, token: str) -> None:
     challenge = secrets.token_bytes(_NONCE)
     connection.sendall(challenge)
     answer = _receive_before(deadline, connection, _NONCE + _PROOF)
-    own, proof = answer[:_NONCE], answer[_NONCE:]
-    if not hmac.compare_digest(proof, _prove(token, b"worker", challenge + own)):
+    nonce, proof = answer[:_NONCE], answer[_NONCE:]
+    if not hmac.compare_digest(proof, _prove(token, b"worker", challenge + nonce)):
         connection.sendall(_REFUSED)
         raise ServerError("a client does not know this job's token")
-    connection.sendall(_prove(token, b"shard", challenge + own))
+    connection.sendall(_prove(token, b"shard", challenge + nonce))
     connection.settimeout(None)
 
 
@@ -159,14 +159,14 @@ def introduce(connection: socket.socket, token: str) -> None:
     deadline = time.monotonic() + SECONDS
     connection.settimeout(SECONDS)
     challenge = _receive_before(deadline, connection, _NONCE)
-    own = secrets.token_bytes(_NONCE)
-    connection.sendall(own + _prove(token, b"worker", challenge + own))
+    nonce = secrets.token_bytes(_NONCE)
+    connection.sendall(nonce + _prove(token, b"worker", challenge + nonce))
     proof = _receive_before(deadline, connection, _PROOF)
     if proof == _REFUSED:
         raise ServerError(
             "the parameter server refused this worker's token", hint="Give all workers and shards of a job one token."
         )
-    if not hmac.compare_digest(proof, _prove(token, b"shard", challenge + own)):
+    if not hmac.compare_digest(proof, _prove(token, b"shard", challenge + nonce)):
         raise ServerError("the process at the parameter server's address does not know this job's token")
     connection.settimeout(None)
 

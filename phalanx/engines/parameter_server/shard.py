@@ -133,7 +133,7 @@ class ServerShard:
         try:
             match head.kind:
                 case FrameKind.PUSH:
-                    self._take_push(connection, worker, head)
+                    self._handle_push(connection, worker, head)
                 case FrameKind.NORM:
                     self._reply(connection, head, core.norm(worker, head.seq))
                 case FrameKind.COMMIT:
@@ -142,10 +142,10 @@ class ServerShard:
                 case FrameKind.PULL:
                     self._send_values(connection, worker, head)
                 case FrameKind.FETCH:
-                    found = core.fetch()
-                    self._reply(connection, head, found.describe(), found.buffers())
+                    bundle = core.fetch()
+                    self._reply(connection, head, bundle.describe(), bundle.buffers())
                 case FrameKind.LOAD:
-                    core.load(self._take_bundle(connection, head))
+                    core.load(self._receive_bundle(connection, head))
                     self._reply(connection, head, {"clock": core.clock})
                 case FrameKind.STATS:
                     self._reply(connection, head, core.stats.to_dict())
@@ -160,7 +160,7 @@ class ServerShard:
             send(connection, FrameKind.ERROR, head.seq, {"message": f"{type(error).__name__}: {error}"})
             raise ServerError(f"{head.kind.name} of worker {worker}: {error}") from error
 
-    def _take_push(self, connection: socket.socket, worker: int, head: Head) -> None:
+    def _handle_push(self, connection: socket.socket, worker: int, head: Head) -> None:
         """Receive gradients straight into the worker's memory: whole pieces, or rows of them."""
         part = self.core.contribution(worker, head.seq)
         pieces = self.core.pieces
@@ -186,7 +186,7 @@ class ServerShard:
         if left:
             raise ServerError("a push is longer than its parts")
 
-    def _take_bundle(self, connection: socket.socket, head: Head) -> Bundle:
+    def _receive_bundle(self, connection: socket.socket, head: Head) -> Bundle:
         limit = _MAX_STATE_FACTOR * sum(piece.nbytes for piece in self.core.pieces) + _SLACK_BYTES
         if head.payload > limit:
             raise ServerError(f"{head.payload} bytes of state were announced; this shard takes up to {limit}")

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from phalanx.engines.parameter_server.gradients import VALUE, Bundle, Merged, ShardMemory
+from phalanx.engines.parameter_server.gradients import VALUE, Bundle, MergedGradients, ShardMemory
 from phalanx.engines.parameter_server.placement import Piece
 from phalanx.engines.parameter_server.protocol import bytes_of
 from phalanx.errors import ServerError
@@ -50,14 +50,14 @@ def rebuild(
     pattern: torch.optim.Optimizer, pieces: Sequence[Piece], parameters: Sequence[torch.Tensor]
 ) -> torch.optim.Optimizer:
     """Return an optimizer like a pattern over a shard's parameters, without the groups that have no piece here."""
-    made: torch.optim.Optimizer = object.__new__(type(pattern))
-    made.__dict__.update(pattern.__dict__)
-    made.state = defaultdict(dict)
-    made.param_groups = []
+    optimizer: torch.optim.Optimizer = object.__new__(type(pattern))
+    optimizer.__dict__.update(pattern.__dict__)
+    optimizer.state = defaultdict(dict)
+    optimizer.param_groups = []
     for number in groups_of(pieces):
-        own = [p for piece, p in zip(pieces, parameters, strict=True) if piece.group == number]
-        made.param_groups.append({**pattern.param_groups[number], "params": own})
-    return made
+        of_group = [p for piece, p in zip(pieces, parameters, strict=True) if piece.group == number]
+        optimizer.param_groups.append({**pattern.param_groups[number], "params": of_group})
+    return optimizer
 
 
 def _skip_graph_check() -> None:
@@ -102,7 +102,7 @@ class ShardState:
         }
         """For lazy pieces: the version in which each row changed last."""
 
-    def apply(self, merged: Merged, factor: float, settings: list[dict[str, Any]] | None) -> None:
+    def apply(self, merged: MergedGradients, factor: float, settings: list[dict[str, Any]] | None) -> None:
         """Take one step of the optimizer with the mean gradient times a factor."""
         if settings is not None:
             for group, number in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -124,15 +124,15 @@ class ShardState:
 
     def bundle(self) -> Bundle:
         """Return the values and the optimizer's states: the memory itself, not copies."""
-        found = Bundle()
+        content = Bundle()
         for index, parameter in enumerate(self.parameters):
-            found.tensors[index, VALUE] = parameter.detach()
+            content.tensors[index, VALUE] = parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found.tensors[index, key] = value.detach().contiguous()
+                    content.tensors[index, key] = value.detach().contiguous()
                 else:
-                    found.plain[index, key] = value
-        return found
+                    content.plain[index, key] = value
+        return content
 
     def load(self, bundle: Bundle) -> None:
         """Replace values and optimizer states of the pieces that the bundle names."""
@@ -201,12 +201,12 @@ class StateSlots:
 
     def load(self) -> tuple[dict[str, Any], Bundle] | None:
         """Return the newest complete state, or None where nothing has been saved."""
-        found = []
+        states = []
         for slot in self._slots:
             slot.seek(0)
             with contextlib.suppress(ServerError):  # empty or incomplete: the other one is used
-                found.append(_read(slot, "a slot"))
-        newest = max(found, key=lambda state: state[0]["serial"], default=None)
+                states.append(_read(slot, "a slot"))
+        newest = max(states, key=lambda state: state[0]["serial"], default=None)
         self._serial = 0 if newest is None else newest[0]["serial"]
         return newest
 

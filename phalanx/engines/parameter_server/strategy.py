@@ -74,8 +74,8 @@ class ParameterServer(Strategy):
         if self._model is None or self._group is not None:
             raise UsageError("strategy = 'parameter-server' takes one model, then one optimizer, in this order")
         placement = plan_placement(self._model, optimizer, self.config.num_servers)
-        held = {piece.name for shard in placement.shards for piece in shard}
-        self._named = {name: p for name, p in self._model.named_parameters() if name in held}
+        names = {piece.name for shard in placement.shards for piece in shard}
+        self._named = {name: p for name, p in self._model.named_parameters() if name in names}
         embeddings = {id(m.weight) for m in self._model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
         self._by_rows = {name for name, parameter in self._named.items() if id(parameter) in embeddings}
         self._optimizer = optimizer

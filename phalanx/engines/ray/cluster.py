@@ -56,7 +56,7 @@ class RayCluster:
     started_here: bool = False
 
     def nodes(self) -> list[dict[str, float]]:
-        """Return the total resources of each live machine, used or not."""
+        """Return the total resources of each live node, used or not."""
         ray: Any = import_module("ray")  # some of its functions carry no types
         return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
@@ -175,20 +175,20 @@ def _end_processes(folder: str) -> None:
     Ray itself ends them with this process only: beside a second Ray they would take the time that the first one lacked.
     """
     deadline = time.monotonic() + _END_SECONDS
-    while (found := _processes_with(folder)) and time.monotonic() < deadline:
-        for pid in found:
+    while (pids := _processes_with(folder)) and time.monotonic() < deadline:
+        for pid in pids:
             send_signal(pid, signal.SIGKILL)
         time.sleep(0.05)
 
 
 def _processes_with(argument: str) -> list[int]:
     """Return the processes that have a text in their arguments."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
             if argument in path.read_text(errors="replace"):
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 @functools.cache
@@ -221,17 +221,17 @@ def _refused(address: str, error: Exception) -> UsageError:
         here = f"Ray {ray.__version__} and Python {'.'.join(map(str, sys.version_info[:3]))}"
         return UsageError(
             f"the Ray cluster at {address} runs other versions than this environment, which has {here}: {text}",
-            hint="Ray needs the same Ray and the same Python (x.y) on every machine and where the run is started.",
+            hint="Ray needs the same Ray and the same Python (x.y) on every node and where the run is started.",
         )
     return UsageError(f"the Ray cluster at {address} could not be joined: {text}")
 
 
 def check_resources(
-    cluster: RayCluster, needed: Mapping[str, float], count: int = 1, *, placement: str = "pack", what: str = "workers"
+    cluster: RayCluster, needed: Mapping[str, float], count: int = 1, *, placement: str = "pack", noun: str = "workers"
 ) -> int:
     """Return how many workers fit when idle; refuse fewer than `count`, for which Ray would wait for ever.
 
-    Each of `count` workers needs `needed` on one machine.
+    Each of `count` workers needs `needed` on one node.
     """
     nodes = cluster.nodes()
     room = [
@@ -250,9 +250,9 @@ def check_resources(
     have = "together " + resources_text(total) if total else "none with CPUs or GPUs to give"
     one_by_one = f" ({placement})" if placement.startswith("strict") else ""
     raise UsageError(
-        f"{count} {what} with {resources_text(needed)} each{one_by_one} do not fit on {cluster.name}, which has room "
-        f"for {fits}: {len(nodes)} machine{'s' * (len(nodes) != 1)}, {have}.",
-        hint="Request fewer or smaller workers, or add machines; where an autoscaler adds them, set how long to wait "
+        f"{count} {noun} with {resources_text(needed)} each{one_by_one} do not fit on {cluster.name}, which has room "
+        f"for {fits}: {len(nodes)} node{'s' * (len(nodes) != 1)}, {have}.",
+        hint="Request fewer or smaller workers, or add nodes; where an autoscaler adds them, set how long to wait "
         "with start_timeout (--start-timeout 600).",
     )
 
@@ -283,7 +283,7 @@ def check_address(address: str) -> None:
         scheme = rest.split("://")[0]
         raise UsageError(
             f"address '{address}' begins with '{scheme}://', which Ray does not support.",
-            hint="Write ray://head:10001 (Ray's client), head:6379 (from a machine of the cluster) or auto.",
+            hint="Write ray://head:10001 (Ray's client), head:6379 (from a node of the cluster) or auto.",
         )
     host, separator, port = rest.rpartition(":")
     if not separator and address.startswith(_SCHEME):
@@ -325,16 +325,16 @@ def _probe(address: str, host: str, port: int) -> None:
 def _ask(address: str, target: str) -> None:
     """Call a method that only Ray has; any answer but "no such method" comes from Ray."""
     grpc: Any = import_module("grpc")  # carries no types
-    what, method = _CLIENT if address.startswith(_SCHEME) else _HEAD
+    server, method = _CLIENT if address.startswith(_SCHEME) else _HEAD
     directly = [("grpc.enable_http_proxy", 0)]  # as Ray itself connects
     with grpc.insecure_channel(target, options=directly) as channel:
         try:
             channel.unary_unary(method)(b"", timeout=PROBE_SECONDS)
         except grpc.RpcError as error:
             but = {
-                grpc.StatusCode.UNIMPLEMENTED: f"is not {what}",
-                grpc.StatusCode.DEADLINE_EXCEEDED: f"did not give {what}'s answer within {PROBE_SECONDS:g} s",
-                grpc.StatusCode.UNAVAILABLE: f"closed the connection when it was asked for {what}'s answer",
+                grpc.StatusCode.UNIMPLEMENTED: f"is not {server}",
+                grpc.StatusCode.DEADLINE_EXCEEDED: f"did not give {server}'s answer within {PROBE_SECONDS:g} s",
+                grpc.StatusCode.UNAVAILABLE: f"closed the connection when it was asked for {server}'s answer",
             }
             if error.code() in but:
                 raise _no_ray(address, f"what listens there speaks gRPC, but {but[error.code()]}") from error

@@ -33,7 +33,7 @@ class RaySettings:
     )
     placement: str = option(
         "pack",
-        "ranks on as few machines as possible (pack) or as many (spread); strict: or the run does not start",
+        "ranks on as few nodes as possible (pack) or as many (spread); strict: or the run does not start",
         choices=("pack", "spread", "strict-pack", "strict-spread"),
         backends=("ray",),
         scope="machine",

@@ -18,11 +18,11 @@ from phalanx.engines.ray.fit_order import RankOrder, RayRunSpec
 from phalanx.engines.ray.worker import run_rank
 
 _RESIZE_SECONDS = 20.0
-"""How often an elastic run looks for machines that came."""
+"""How often an elastic run looks for nodes that came."""
 
 
 class _SharedGpus(Backend):
-    """Ranks of one machine see all its GPUs, as under torchrun, and create the process group themselves."""
+    """Ranks of one node see all its GPUs, as under torchrun, and create the process group themselves."""
 
     share_cuda_visible_devices = True
 

@@ -32,5 +32,5 @@ class RankOrder:
     archive: SourceArchive
     env: dict[str, str]
     threads: int | None
-    """Compute threads per rank; None: the cores of the machine shared evenly."""
+    """Compute threads per rank; None: the cores of the node shared evenly."""
     max_restarts: int

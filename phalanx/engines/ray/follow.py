@@ -44,7 +44,7 @@ class RayRun:
 
 @dataclass
 class WorkerLocation:
-    """The machine of a rank, its heartbeat file there, and the last step that it reported."""
+    """The node of a rank, its heartbeat file there, and the last step that it reported."""
 
     host: str
     heartbeats: Path
@@ -106,7 +106,7 @@ class RayFollower(LauncherLoop):
         # Ranks end only after their last message has arrived: once the result is there, no more will come.
         while messages := ray.get(self._run.controller.take.remote(0.0 if self._ended else _POLL_SECONDS)):
             for message in messages:
-                self._take(message)
+                self._handle(message)
             if not self._ended:
                 break
         if not self._ended:
@@ -116,24 +116,24 @@ class RayFollower(LauncherLoop):
         if "No module named 'phalanx'" in error:
             raise UsageError(
                 f"{self._run.cluster.name} does not have Phalanx.",
-                hint="Install it on every machine of the cluster, in the environment that Ray runs in.",
+                hint="Install it on every node of the cluster, in the environment that Ray runs in.",
             )
         return FailureReport(cause=f"lost {self._run.cluster.name}: {_in_short(error)}", exit_code=1)
 
     # --- messages --------------------------------------------------------------------------------------------------
 
-    def _take(self, message: RayMessage) -> None:
-        """Handle a message by its first key: `output` by `_take_output`, and so on."""
-        getattr(self, f"_take_{next(iter(message))}")(message)
+    def _handle(self, message: RayMessage) -> None:
+        """Handle a message by its first key: `output` by `_handle_output`, and so on."""
+        getattr(self, f"_handle_{next(iter(message))}")(message)
 
-    def _take_output(self, message: RayMessage) -> None:
+    def _handle_output(self, message: RayMessage) -> None:
         rank: int = message["rank"]
-        self._take_log({"log": message["output"], "rank": rank})
+        self._handle_log({"log": message["output"], "rank": rank})
         if rank == 0 or self._spec.console_ranks == "all":
             for line in self._lines.split(rank, message["output"]):
                 self._console.rank_output(rank, self._spec.label(rank), line)
 
-    def _take_log(self, message: RayMessage) -> None:
+    def _handle_log(self, message: RayMessage) -> None:
         self._append(log_path(self._spec.log_dir, message["rank"]), message["log"])
 
     def _append(self, path: Path, data: bytes) -> None:
@@ -143,7 +143,7 @@ class RayFollower(LauncherLoop):
 
         self._folder.attempt(append)
 
-    def _take_event(self, message: RayMessage) -> None:
+    def _handle_event(self, message: RayMessage) -> None:
         self._reminder = None  # from here on the ranks report progress
         event = message["event"]
         self._console.handle(event)
@@ -151,16 +151,16 @@ class RayFollower(LauncherLoop):
             line = json.dumps(event, separators=(",", ":")) + "\n"
             self._append(self._spec.log_dir.parent / "events.jsonl", line.encode())
 
-    def _take_record(self, message: RayMessage) -> None:
+    def _handle_record(self, message: RayMessage) -> None:
         record = message["record"]
         self._records[record["rank"]] = record
         path = record_path(self._spec.log_dir, record["rank"])
         self._folder.attempt(lambda: path.write_text(json.dumps(record)))
 
-    def _take_placed(self, message: RayMessage) -> None:
+    def _handle_placed(self, message: RayMessage) -> None:
         self._doing = f"waiting for {message['placed']} workers to import torch and to join"
 
-    def _take_begun(self, message: RayMessage) -> None:
+    def _handle_begun(self, message: RayMessage) -> None:
         self._attempt, self._world_size = message["begun"], message["world_size"]
         if self._attempt > 0:
             why = f"{self._failure}\n" if self._failure is not None else ""
@@ -174,10 +174,10 @@ class RayFollower(LauncherLoop):
         for rank in range(self._run.workers):
             record_path(self._spec.log_dir, rank).unlink(missing_ok=True)
 
-    def _take_location(self, message: RayMessage) -> None:
+    def _handle_location(self, message: RayMessage) -> None:
         self._locations[message["location"]] = WorkerLocation(message["host"], Path(message["board"]))
 
-    def _take_at(self, message: RayMessage) -> None:
+    def _handle_at(self, message: RayMessage) -> None:
         if message["rank"] in self._locations:
             self._locations[message["rank"]].step = message["at"]
 
@@ -188,16 +188,16 @@ class RayFollower(LauncherLoop):
                 shutil.rmtree(location.heartbeats.parent.parent, ignore_errors=True)
         self._locations.clear()
 
-    def _take_lost(self, message: RayMessage) -> None:
+    def _handle_lost(self, message: RayMessage) -> None:
         self._failure = self._explain(message["lost"])
         self._reminder = Reminder(time.monotonic(), (3.0, *MOMENTS))
         self._doing = "waiting for Ray to place the workers again"
 
-    def _take_ended(self, message: RayMessage) -> None:
+    def _handle_ended(self, message: RayMessage) -> None:
         self._ends[message["rank"]] = message["ended"], message["host"]
 
-    def _take_files(self, message: RayMessage) -> None:
-        """Write the files that a rank made on another machine next to the payload, where the caller reads them."""
+    def _handle_files(self, message: RayMessage) -> None:
+        """Write the files that a rank made on another node next to the payload, where the caller reads them."""
         assert isinstance(self._spec.target, CallTarget), "only a call has a payload"
         folder = Path(self._spec.target.payload).parent
         for name, content in message["files"].items():
@@ -246,7 +246,7 @@ class RayFollower(LauncherLoop):
             return self._lost_rank(guilty.rank, describe_death(lost[guilty.rank]))
         silent = set(range(self._world_size)) - {ended.rank for ended in exits}
         if guilty.lost_peer and silent:  # all that reported only lost a peer, so it is one that did not report
-            return self._lost_rank(min(silent), "it left no error: its process was killed, or its machine was lost")
+            return self._lost_rank(min(silent), "it left no error: its process was killed, or its node was lost")
         failure = explain(
             guilty,
             label=self._spec.label(guilty.rank),
@@ -300,9 +300,9 @@ class RayFollower(LauncherLoop):
 
 
 _DEATHS = (
-    ("node has died", "its machine was lost"),
-    ("out of memory", "its machine ran out of memory, and Ray killed it"),
-    ("memory pressure", "its machine ran out of memory, and Ray killed it"),
+    ("node has died", "its node was lost"),
+    ("out of memory", "its node ran out of memory, and Ray killed it"),
+    ("memory pressure", "its node ran out of memory, and Ray killed it"),
     ("worker process has died", "its process was killed: by another process, or because memory ran out"),
 )
 """Parts of Ray's messages about a dead worker, and what they mean."""

@@ -34,7 +34,7 @@ from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 _HEAD = {"node:__internal_head__": 0.001}
 """A resource that only the head node has."""
 _FORWARDED = ("PHALANX_", "NCCL_", "TORCH_", "GLOO_", "MLFLOW_", "HF_", "CUDA_LAUNCH_BLOCKING")
-"""Prefixes of this process's variables that ranks on other machines get as well."""
+"""Prefixes of this process's variables that ranks on other nodes get as well."""
 _FASTER = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # the controller handles reports only at its next check
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
@@ -43,9 +43,9 @@ _FASTER = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
 _ELASTIC_FASTER = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
-"""After the loss of a machine Ray first requests as many workers as before, and fewer only when that failed."""
+"""After the loss of a node Ray first requests as many workers as before, and fewer only when that failed."""
 _LOCAL_FASTER = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
-"""The one machine of a local Ray is not preempted: one actor less to start."""
+"""The one node of a local Ray is not preempted: one actor less to start."""
 _ELASTIC_FAILURES = 3
 """How many losses an elastic run survives by default."""
 
@@ -65,17 +65,17 @@ class RayStarter:
         """Run the target on Ray's workers and return when all of them have ended."""
         began = time.monotonic()
         num_cpus = max(os.cpu_count() or 1, self.workers * self.resources.get("CPU", 1))
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
-                cluster = held.enter_context(open_cluster(self.address, num_cpus=num_cpus, notice=console.notice))
-                if self.start_timeout is None:  # else more machines may come
+                cluster = stack.enter_context(open_cluster(self.address, num_cpus=num_cpus, notice=console.notice))
+                if self.start_timeout is None:  # else more nodes may come
                     check_resources(cluster, self.resources, self.min_workers or self.workers, placement=self.placement)
                 count = f"{self.min_workers} to {self.workers}" if self.min_workers else str(self.workers)
                 console.notice(
                     f"{cluster.name}: ready after {time.monotonic() - began:.1f} s; asking for {count} "
                     f"worker{'s' * (self.workers > 1)} with {resources_text(self.resources)} each"
                 )
-                run = held.enter_context(self._started(spec, cluster, console))
+                run = stack.enter_context(self._started(spec, cluster, console))
             except KeyboardInterrupt:
                 console.notice("SIGINT: stopped while Ray was starting; no rank had started")
                 raise
@@ -127,7 +127,7 @@ class RayStarter:
     def _threads(self, spec: LaunchSpec, cluster: RayCluster) -> int | None:
         """Return the compute threads per rank; None on a local Ray: the machine's cores shared evenly.
 
-        On a cluster, where other jobs may share the machine, a rank uses the CPUs that were reserved for it.
+        On a cluster, where other jobs may share the node, a rank uses the CPUs that were reserved for it.
         """
         if spec.threads_per_rank is not None:
             return spec.threads_per_rank
@@ -138,9 +138,9 @@ class RayStarter:
 
 
 def _environment(spec: LaunchSpec) -> dict[str, str]:
-    """Return the variables that ranks get on every machine."""
-    own = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
-    every = {**own, **spec.env, "PHALANX_RUN_ID": spec.run_id}
+    """Return the variables that ranks get on every node."""
+    forwarded = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    every = {**forwarded, **spec.env, "PHALANX_RUN_ID": spec.run_id}
     of_start = {ENV_PREFIX + name.upper() for name in RaySettings.__dataclass_fields__}
     return {name: value for name, value in every.items() if name not in of_start}  # ranks need nothing of these
 

@@ -17,26 +17,26 @@ UNDER_RAY = "PHALANX_UNDER_RAY"
 
 def read_resources(text: object) -> dict[str, float]:
     """Read 'GPU=0.5,big_memory=1'; ValueError says what to write."""
-    found: dict[str, float] = {}
+    resources: dict[str, float] = {}
     for part in filter(None, (piece.strip() for piece in str(text or "").split(","))):
         name, _, amount = (word.strip() for word in part.partition("="))
-        if name in found:
+        if name in resources:
             raise ValueError(f"{name} is given twice: leave one of them out.")
         try:
-            found[name] = float(amount)
+            resources[name] = float(amount)
         except ValueError:
-            found[name] = math.nan
-        if not name or not 0 <= found[name] < math.inf:
+            resources[name] = math.nan
+        if not name or not 0 <= resources[name] < math.inf:
             raise ValueError(f"{part!r} is not a name and an amount: write 'GPU=0.5,big_memory=1'.")
-    return found
+    return resources
 
 
 def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return a table of resources as text: a config is plain data, also as variables of its ranks."""
-    given = values["resources_per_worker"]
-    if not isinstance(given, Mapping):
+    resources = values["resources_per_worker"]
+    if not isinstance(resources, Mapping):
         return {}, []
-    return {"resources_per_worker": ",".join(f"{name}={amount}" for name, amount in given.items())}, []
+    return {"resources_per_worker": ",".join(f"{name}={amount}" for name, amount in resources.items())}, []
 
 
 @rule("resources_per_worker")

@@ -1,6 +1,6 @@
-"""Ship code to machines that may not see the files of this one: the sources around a script, and a payload.
+"""Ship code to nodes that may not see the files of this one: the sources around a script, and a payload.
 
-A machine that sees the files of the one that started the launch works in place, whatever is edited meanwhile; so does
+A node that sees the files of the one that started the launch works in place, whatever is edited meanwhile; so does
 one that has the same sources under the same path. Any other imports from a copy. Data files are not sent.
 """
 
@@ -35,13 +35,13 @@ class SourceArchive:
     folder: str
     """Where the launch was started: relative paths begin here."""
     sources: dict[str, bytes]
-    """Contents by path below `root`. Empty: they must be on every machine already."""
+    """Contents by path below `root`. Empty: they must be on every node already."""
     digest: str
     payload: bytes = b""
     own_path: tuple[str, ...] = field(default=())
     """Entries of the import path that are the user's own."""
     marker: str = ""
-    """A file of this launch: a machine that sees it shares the file system with the one that started it."""
+    """A file of this launch: a node that sees it shares the file system with the one that started it."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def pack(target: Target, notice: Callable[[str], None], marker: Path | None = No
     root = _root(target)
     files = dict(_sources(root))
     if sum(map(len, files.values())) > _MOST_BYTES:
-        notice(f"the Python files under {root} are over {_MOST_BYTES >> 20} MB: they must be on every machine already")
+        notice(f"the Python files under {root} are over {_MOST_BYTES >> 20} MB: they must be on every node already")
         files = {}
     payload = Path(target.payload).read_bytes() if isinstance(target, CallTarget) and target.payload else b""
-    own = tuple(entry for entry in map(os.path.abspath, sys.path) if _is_users(entry))
+    import_path = tuple(entry for entry in map(os.path.abspath, sys.path) if _is_users(entry))
     return SourceArchive(
         target=target,
         root=str(root),
@@ -73,7 +73,7 @@ def pack(target: Target, notice: Callable[[str], None], marker: Path | None = No
         sources=files,
         digest=_digest(files),
         payload=payload,
-        own_path=own,
+        own_path=import_path,
         marker="" if marker is None else str(marker.absolute()),
     )
 
@@ -121,15 +121,15 @@ def _unpack_sources(archive: SourceArchive, root: Path) -> None:
         raise UsageError(
             f"{socket.gethostname()} lacks {archive.root} or {archive.folder}, and no sources were sent: there are "
             f"none, or more than {_MOST_BYTES >> 20} MB of them.",
-            hint="Put them on every machine under the same path, or start the script from a folder that holds less.",
+            hint="Put them on every node under the same path, or start the script from a folder that holds less.",
         )
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_trusted(root):  # in a folder that all may write, another user could have put code there
         raise UsageError(f"{root} belongs to another user.", hint="Remove it: the sources of this run go there.")
     for name, content in archive.sources.items():
-        place = root / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(place, content)
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
 
 
 def _unpack_payload(archive: SourceArchive, scratch: Path) -> tuple[Target, Path | None]:
@@ -159,16 +159,16 @@ def _sources(root: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the Python files below a folder in a fixed order, without environments, caches and hidden folders."""
     if not root.is_dir() or not _is_users(str(root)):
         return
-    taken = 0
+    total = 0
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if _may_hold_sources(Path(folder, name)))
         for path in sorted(Path(folder, name) for name in files if name.endswith(".py")):
             with contextlib.suppress(OSError):  # it cannot be imported here either
                 if path.is_file():  # not a dangling link, such as editors' locks
                     content = path.read_bytes()
-                    taken += len(content)
+                    total += len(content)
                     yield str(path.relative_to(root)), content
-        if taken > _MOST_BYTES:
+        if total > _MOST_BYTES:
             return
 
 
@@ -181,8 +181,8 @@ def _is_users(entry: str) -> bool:
     """Whether a folder of the import path is the user's, not the interpreter's, an environment's or this package's."""
     environments = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
     real = os.path.realpath(entry)
-    own = os.path.dirname(os.path.realpath(PACKAGE))
-    return real not in {"/", own} and not any(Path(real).is_relative_to(prefix) for prefix in environments)
+    package_folder = os.path.dirname(os.path.realpath(PACKAGE))
+    return real not in {"/", package_folder} and not any(Path(real).is_relative_to(prefix) for prefix in environments)
 
 
 def _digest(files: dict[str, bytes]) -> str:

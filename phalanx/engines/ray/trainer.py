@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from phalanx.world.env import read_rank_env
 
 if TYPE_CHECKING:
     from phalanx.config.arguments import AllSettings, TorchArguments
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
 
 _OTHER_NAMES = {"lr": "learning_rate", "num_epochs": "epochs"}
 """Names that examples of Ray Tune use for settings."""
@@ -47,8 +49,8 @@ class RayTrainer(TorchTrainer):
         self.hyperparameters: dict[str, Any] = {}
         values: dict[str, Any] = dict(settings)
         if isinstance(config, Mapping):
-            given, self.hyperparameters = split_hyperparameters(config)
-            values, config = {**given, **values}, None
+            of_trial, self.hyperparameters = split_hyperparameters(config)
+            values, config = {**of_trial, **values}, None
         super().__init__(model, config, **values)
 
     def fit(self, train: Any, val: Any = None, **settings: Unpack[AllSettings]) -> History:
@@ -65,11 +67,15 @@ class RayTrainer(TorchTrainer):
         return super().predict(_as_ray_data(data, "val", self.config.batch_size))
 
 
-def split_hyperparameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_hyperparameters(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a trial's hyperparameters into settings and the user's own, and print which are not settings."""
-    renamed = {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
-    if len(renamed) < len(given):
-        twice = [f"'{name}' and '{meant}'" for name, meant in _OTHER_NAMES.items() if name in given and meant in given]
+    renamed = {_OTHER_NAMES.get(name, name): value for name, value in parameters.items()}
+    if len(renamed) < len(parameters):
+        twice = [
+            f"'{name}' and '{meant}'"
+            for name, meant in _OTHER_NAMES.items()
+            if name in parameters and meant in parameters
+        ]
         raise UsageError(f"{', '.join(twice)} name the same setting.", hint="Give one of them.")
     ours = {name: value for name, value in renamed.items() if name in NAMES}
     others = {name: value for name, value in renamed.items() if name not in NAMES}
@@ -153,15 +159,16 @@ class _ShardedByRay(RayData):
 class ReportToRay(Callback):
     """Every rank reports, for Ray waits until all have. Checkpoints stay where they were written: nothing is copied."""
 
-    def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
+    def on_epoch_end(self, trainer: RunningTrainer, epoch: int, metrics: dict[str, float]) -> None:
         """Report the metrics of the epoch."""
         import ray.train
 
         ray.train.report({"epoch": epoch + 1, "step": trainer.step, **metrics})
 
-    def on_checkpoint(self, trainer: Any, path: str) -> None:
+    def on_checkpoint(self, trainer: RunningTrainer, path: str) -> None:
         """Report a checkpoint to Ray; one rank names it for all."""
-        step = trainer.saving.last_step  # not that of the loop, which has gone on while it was written
+        step = cast("TrainLoop", trainer).saving.last_step  # the loop's has gone on while the checkpoint was written
+        assert step is not None, "this checkpoint was just written"
         if trainer.formation.is_main:
             _report_checkpoint(Path(path).absolute(), step)
         else:

@@ -1,7 +1,7 @@
 """Trials of a search on a Ray cluster: an actor per trial, placed by Ray with the CPUs and GPUs of its ranks.
 
-The search itself runs in the process that started it. Every machine sees the study's folder: reports and verdicts pass
-through the trial's files there, as on one machine.
+The search itself runs in the process that started it. Every node sees the study's folder: reports and verdicts pass
+through the trial's files there, as on one node.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def open_executor(subject: Trainable, request: SearchRequest, notice: Callable[[
     with open_cluster(request.address, num_cpus=num_cpus, notice=notice) as cluster:
         if config.device != "cpu" and any(node.get("GPU") for node in cluster.nodes()):
             needed["GPU"] = ranks / request.trials_per_gpu
-        count = check_resources(cluster, needed, what="trials")
+        count = check_resources(cluster, needed, noun="trials")
         if request.num_gpus is not None and "GPU" in needed:
             count = min(count, max(1, int(request.num_gpus / needed["GPU"] + 1e-9)))
         count = min(count, request.parallel or count)
@@ -73,7 +73,7 @@ class RayExecutor(Executor):
                     if not ray.wait([placed], timeout=0)[0]:
                         return Ending(EXIT_PREEMPTED)
                     actor.post.remote(int(number))
-                start.wake()  # the trial's events are written on another machine: the search looks for them
+                start.wake()  # the trial's events are written on another node: the search looks for them
             ending: Ending = ray.get(result)
             return ending
         except ray.exceptions.RayActorError as error:
@@ -85,7 +85,7 @@ class RayExecutor(Executor):
 
 
 class TrialActor:
-    """Runs one trial on a machine of the cluster; finds modules and relative paths as the search's process does."""
+    """Runs one trial on a node of the cluster; finds modules and relative paths as the search's process does."""
 
     def __init__(self, path: list[str], folder: str) -> None:
         sys.path += [entry for entry in path if entry not in sys.path]

@@ -34,7 +34,7 @@ from phalanx.launch.spec import LaunchSpec
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 
 _MOST_RETURNED = 1 << 30
-"""Bytes of a rank's files that are sent back to another machine at most."""
+"""Bytes of a rank's files that are sent back to another node at most."""
 _FLUSH_SECONDS = 0.1
 _STEP_SECONDS = 1.0
 _CHUNK = 1 << 16
@@ -151,8 +151,8 @@ def made_next_to(folder: Path, most: int = _MOST_RETURNED) -> dict[str, Any]:
     The smallest go first: a history must not be left out because of large weights.
     """
     message: dict[str, Any] = {"files": {}, "left_out": {}, "host": socket.gethostname()}
-    made = [path for path in folder.iterdir() if path.is_file() and path.name != PAYLOAD_NAME]
-    for path in sorted(made, key=lambda path: path.stat().st_size):
+    files = [path for path in folder.iterdir() if path.is_file() and path.name != PAYLOAD_NAME]
+    for path in sorted(files, key=lambda path: path.stat().st_size):
         size = path.stat().st_size
         if size <= most:
             message["files"][path.name] = path.read_bytes()
@@ -176,7 +176,7 @@ class LogForwarder:
         self._next_step_at = 0.0
         self.final_output = ""
         self.keeps_events = False
-        """Whether the launcher writes the run's events file: the rank's own is on another machine."""
+        """Whether the launcher writes the run's events file: the rank's own is on another node."""
         self._messages: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._output, self.output_end = os.pipe2(os.O_CLOEXEC)
@@ -230,7 +230,7 @@ class LogForwarder:
             self._stop = None
 
     def _report_step(self) -> None:
-        """Report the current step about once per second: if the machine is lost, nothing else is known."""
+        """Report the current step about once per second: if the node is lost, nothing else is known."""
         beat = self._board.read(self._rank)
         if beat is not None and beat.step != self._sent_step and time.monotonic() >= self._next_step_at:
             self._sent_step, self._next_step_at = beat.step, time.monotonic() + _STEP_SECONDS

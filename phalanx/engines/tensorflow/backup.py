@@ -22,23 +22,23 @@ def backup_dir(config: DistributedConfig, run_dir: Path, attempt: int) -> Path |
         return None
     resume = config.resume_from_checkpoint
     if isinstance(resume, str):
-        given = Path(resume)
-        found = given if _is_backup(given) else _newest(given)
-        if found is None:
+        path = Path(resume)
+        backup = path if _is_backup(path) else _newest(path)
+        if backup is None:
             raise CheckpointError(
                 f"resume_from_checkpoint = {resume!r}: there is no backup of a Keras model",
                 hint="Give the folder that an earlier run named, or the checkpoint_dir that holds it.",
             )
-        return found
-    own = root / run_dir.name
+        return backup
+    folder = root / run_dir.name
     if resume:
-        return _newest(root) or own
-    if attempt == 0 and _is_backup(own):
+        return _newest(root) or folder
+    if attempt == 0 and _is_backup(folder):
         raise UsageError(
-            f"{own} holds the backup of an earlier run",
+            f"{folder} holds the backup of an earlier run",
             hint="To resume it: resume_from_checkpoint=True. To start again: use another run_dir, or remove it.",
         )
-    return own
+    return folder
 
 
 def _root(config: DistributedConfig, run_dir: Path) -> Path | None:
@@ -50,8 +50,8 @@ def _root(config: DistributedConfig, run_dir: Path) -> Path | None:
         )
     if config.checkpoint_dir is not None:
         return Path(config.checkpoint_dir)
-    wanted = every is not None or config.max_restarts or config.resume_from_checkpoint
-    return run_dir / "checkpoints" if wanted else None
+    is_needed = every is not None or config.max_restarts or config.resume_from_checkpoint
+    return run_dir / "checkpoints" if is_needed else None
 
 
 def _is_backup(path: Path) -> bool:
@@ -59,8 +59,8 @@ def _is_backup(path: Path) -> bool:
 
 
 def _newest(root: Path) -> Path | None:
-    found = [path for path in root.iterdir() if _is_backup(path)] if root.is_dir() else []
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    backups = [path for path in root.iterdir() if _is_backup(path)] if root.is_dir() else []
+    return max(backups, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def first_epoch(directory: Path | None) -> int:
@@ -96,9 +96,9 @@ class OwnBackup:
         checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer, ckpt_saved_epoch=self._epoch)
         shared = directory / "chief"
         # All workers must take part in a save; those that do not lead write to a folder that is removed.
-        own = shared if leads else directory / f".scratch-{os.getpid()}"
+        folder = shared if leads else directory / f".scratch-{os.getpid()}"
         self._leads = leads
-        self._writer = tf.train.CheckpointManager(checkpoint, str(own), max_to_keep=2)
+        self._writer = tf.train.CheckpointManager(checkpoint, str(folder), max_to_keep=2)
         self._latest = tf.train.latest_checkpoint(str(shared))
         self._checkpoint = checkpoint
 

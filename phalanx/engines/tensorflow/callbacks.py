@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from phalanx.config import DistributedConfig
 from phalanx.engines.tensorflow.backup import OwnBackup, first_epoch, size_of
 from phalanx.errors import PreemptedError
@@ -205,8 +207,6 @@ def open_control(store: dist.Store | None, *, leads: bool, done: int) -> EpochCo
     """Return the trial control of this run, which has done `done` epochs; None outside of a trial."""
     fit = next(_fits)
     if store is not None:
-        import torch.distributed as dist
-
         store = dist.PrefixStore(f"fit-{fit}", store)  # a script may fit again in the same processes
     control = EpochControl(store, asks=leads)
     control.start_after(done)
@@ -226,19 +226,19 @@ def control_callback(keras: Any, control: EpochControl, report: KerasReport) -> 
     return Control()
 
 
-def backup_callback(keras: Any, directory: Path, every: int, report: KerasReport, own: OwnBackup | None) -> Any:
-    """Return the backup of every n-th epoch as a callback: Keras' BackupAndRestore, or `own`, which does the same."""
+def backup_callback(keras: Any, directory: Path, every: int, report: KerasReport, own_backup: OwnBackup | None) -> Any:
+    """Return the backup of every n-th epoch as a callback: Keras' BackupAndRestore, or one by `own_backup`."""
 
     class RestoreAndSave(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_begin(self, logs: Any = None) -> None:
-            assert own is not None, "else it is not used"
-            own.restore()
+            assert own_backup is not None, "else it is not used"
+            own_backup.restore()
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            assert own is not None, "else it is not used"
-            own.save(epoch)
+            assert own_backup is not None, "else it is not used"
+            own_backup.save(epoch)
 
-    base = keras.callbacks.BackupAndRestore if own is None else RestoreAndSave
+    base = keras.callbacks.BackupAndRestore if own_backup is None else RestoreAndSave
 
     class Backup(base):  # type: ignore[misc, valid-type]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -249,7 +249,7 @@ def backup_callback(keras: Any, directory: Path, every: int, report: KerasReport
             super().on_epoch_end(epoch, logs)
             report.saved(str(directory), size_of(directory), time.monotonic() - began)
 
-    if own is not None:
+    if own_backup is not None:
         return Backup()
     # Keras 3 overwrites its file in place: after a kill during that, the one before must be there.
     options = {} if keras.__name__ == "tf_keras" else {"double_checkpoint": True}
@@ -264,14 +264,14 @@ def rate_keeper(keras: Any, model: Any, directory: Path, *, leads: bool) -> Any:
     """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     compiled = optimizer.learning_rate
-    own = float(compiled.numpy()) if hasattr(compiled, "assign") else None
+    rate = float(compiled.numpy()) if hasattr(compiled, "assign") else None
     note, trial = directory / _OWNER, os.environ.get("PHALANX_TRIAL", "")
     same_trial = note.exists() and note.read_text(encoding="ascii") == trial
 
     class KeepRate(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_begin(self, logs: Any = None) -> None:
-            if own is not None and not same_trial:
-                optimizer.learning_rate = own
+            if rate is not None and not same_trial:
+                optimizer.learning_rate = rate
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if leads and first_epoch(directory) == epoch + 1:  # not before: a kill may leave the other's backup
@@ -289,9 +289,9 @@ def stopping(report: KerasReport) -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        kept = f"the last backup is {report.backup}" if report.backup else "there is no backup yet"
+        last_backup = f"the last backup is {report.backup}" if report.backup else "there is no backup yet"
         raise PreemptedError(
-            f"stopped by {name} after step {report.step}: {kept}",
+            f"stopped by {name} after step {report.step}: {last_backup}",
             hint=f"To resume from it, run it again with resume_from_checkpoint={report.backup!r}."
             if report.backup
             else "Set checkpoint_dir or checkpoint_frequency to keep the progress of a run that is stopped.",

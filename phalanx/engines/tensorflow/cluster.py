@@ -77,22 +77,22 @@ def open_store(task: Task | None) -> dist.Store | None:
 
 
 def prepare_task(task: Task) -> None:
-    """Choose the Keras whose `fit` runs on several machines, where the user has not chosen one."""
+    """Choose the Keras whose `fit` runs on several nodes, where the user has not chosen one."""
     os.environ.update(legacy_environment(os.environ))
     if task.cluster.get("ps"):
         os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")  # else the chief gives up before a server listens
 
 
 def legacy_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that makes `tf.keras` Keras 2, whose fit runs on several machines; Keras 3's does not."""
-    wanted = _LEGACY not in environ and importlib.util.find_spec("tf_keras") is not None
-    return {_LEGACY: "1"} if wanted else {}
+    """Return the variable that makes `tf.keras` Keras 2, whose fit runs on several nodes; Keras 3's does not."""
+    is_needed = _LEGACY not in environ and importlib.util.find_spec("tf_keras") is not None
+    return {_LEGACY: "1"} if is_needed else {}
 
 
 def import_environment(environ: Mapping[str, str], processes: int) -> dict[str, str]:
     """Return the variables that TensorFlow reads when it is imported."""
-    wanted = {name: value for name, value in _QUIET.items() if name not in environ}
-    return wanted | (legacy_environment(environ) if processes > 1 else {})
+    variables = {name: value for name, value in _QUIET.items() if name not in environ}
+    return variables | (legacy_environment(environ) if processes > 1 else {})
 
 
 def tensorflow_modules(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -103,8 +103,8 @@ def tensorflow_modules(environ: Mapping[str, str]) -> tuple[str, ...]:
 def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that reduce TensorFlow's messages and set the rank's number of threads."""
     threads = environ.get("OMP_NUM_THREADS", "")
-    wanted = {**_QUIET, "TF_NUM_INTRAOP_THREADS": threads} if threads.isdecimal() else _QUIET
-    return {name: value for name, value in wanted.items() if name not in environ}
+    variables = {**_QUIET, "TF_NUM_INTRAOP_THREADS": threads} if threads.isdecimal() else _QUIET
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
 def _open_store(env: RankEnv) -> dist.Store:
@@ -116,20 +116,20 @@ def _open_store(env: RankEnv) -> dist.Store:
 
 def _exchange_addresses(env: RankEnv, store: dist.Store) -> list[str]:
     """Publish this rank's address; return those of all ranks."""
-    host = own_address(env.master_addr, one_machine=env.local_world_size == env.world_size)
+    host = own_address(env.master_addr, one_node=env.local_world_size == env.world_size)
     store.set(str(env.rank), f"{host}:{free_port(env.local_rank)}")
     return [store.get(str(rank)).decode() for rank in range(env.world_size)]
 
 
 def _keep_to_own_gpu(env: RankEnv) -> None:
-    """Let each of several ranks of a machine see one GPU: TensorFlow takes all that it sees."""
+    """Let each of several ranks of a node see one GPU: TensorFlow takes all that it sees."""
     if env.local_world_size == 1:
         return
-    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if not given:
+    gpus = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(env.local_rank)
-    elif len(given) >= env.local_world_size:  # a scheduler's choice for all ranks; with fewer, ranks share them
-        os.environ["CUDA_VISIBLE_DEVICES"] = given[env.local_rank]
+    elif len(gpus) >= env.local_world_size:  # a scheduler's choice for all ranks; with fewer, ranks share them
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[env.local_rank]
 
 
 def _serve_until_done(task: Task, store: dist.Store) -> None:

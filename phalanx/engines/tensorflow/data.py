@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import DataError, UsageError, a_type
 
 
 class Feed(NamedTuple):
@@ -35,11 +35,11 @@ def check_data(data: Any, name: str) -> None:
         if rows == {0}:
             raise DataError(f"{name} is empty")
     elif isinstance(data, tuple) and len(data) in (2, 3):
-        place, part = next((n, part) for n, part in enumerate(data) if not hasattr(part, "shape"))
-        raise UsageError(f"{name}[{place}] is a {type(part).__name__}, not an array", hint="Give numpy.asarray(...).")
+        index, part = next((n, part) for n, part in enumerate(data) if not hasattr(part, "shape"))
+        raise UsageError(f"{name}[{index}] is {a_type(part)}, not an array", hint="Give numpy.asarray(...).")
     elif not callable(data) and not hasattr(data, "element_spec"):
         raise UsageError(
-            f"{name} is a {type(data).__name__}",
+            f"{name} is {a_type(data)}",
             hint="Give a tuple of arrays (inputs, targets), a tf.data.Dataset of batches, or a function that returns "
             "one (the only way for datasets to reach processes that phalanx starts).",
         )
@@ -143,14 +143,14 @@ class _ShardedArrays:
         size = tf.shape(batch, out_type=tf.int64)[0]
         begin, end = size * replica // self.replicas, size * (replica + 1) // self.replicas
         mine = batch[begin : tf.maximum(end, tf.minimum(begin + 1, size))]
-        taken = tuple(tf.gather(tensor, mine) for tensor in tensors)
+        parts = tuple(tf.gather(tensor, mine) for tensor in tensors)
         if not self.weighted:
-            return taken
+            return parts
         # A replica without rows gets one of weight zero: it must take part in the step.
         count = tf.shape(mine)[0]
         share = tf.cast(self.replicas * (end - begin), tf.float32) / tf.cast(size, tf.float32)
-        weights = tf.fill([count], share) * (tf.cast(taken[2], tf.float32) if len(taken) == 3 else 1.0)
-        return taken[0], taken[1], weights
+        weights = tf.fill([count], share) * (tf.cast(parts[2], tf.float32) if len(parts) == 3 else 1.0)
+        return parts[0], parts[1], weights
 
 
 _ENDLESS = 1 << 60
@@ -167,8 +167,8 @@ def _as_given(data: Any, strategy: Any) -> Feed:
 
 
 def _steps_of(dataset: Any) -> int | None:
-    known = int(dataset.cardinality())
-    return known if known > 0 else None
+    batches = int(dataset.cardinality())
+    return batches if batches > 0 else None
 
 
 def _batch_of(dataset: Any) -> int:

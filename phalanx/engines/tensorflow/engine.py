@@ -25,12 +25,12 @@ class TensorFlow(Engine):
             hint="Give it a script: phalanx train --backend tensorflow --script train.py",
         )
 
-    def run_as_task(self, config: DistributedConfig, given: Collection[str]) -> Callable[[], None] | None:
+    def run_as_task(self, config: DistributedConfig, settings: Collection[str]) -> Callable[[], None] | None:
         """Join the cluster of TF_CONFIG, where a scheduler such as Kubeflow started this process as a task of it."""
         task = read_task()
         if task is None:
             return None
-        check_against(task, config, given)
+        check_against(task, config, settings)
         from phalanx.engines.tensorflow.cluster import enter_alone
 
         return lambda: enter_alone(config.start_timeout)
@@ -53,9 +53,9 @@ class TensorFlow(Engine):
         from phalanx.engines.tensorflow.cluster import import_environment, tensorflow_modules
 
         roles = roles_of(config)
-        found = {ROLES_VARIABLE: ",".join(roles), **import_environment(os.environ, len(roles))}
+        variables = {ROLES_VARIABLE: ",".join(roles), **import_environment(os.environ, len(roles))}
         # What TensorFlow may do with a GPU while it is imported must not happen before a fork.
-        return found, [*tensorflow_modules({**os.environ, **found})] if device == "cpu" else []
+        return variables, [*tensorflow_modules({**os.environ, **variables})] if device == "cpu" else []
 
 
 ENGINE = TensorFlow()

@@ -54,15 +54,15 @@ def _hide_gpus(tf: Any) -> None:
 def _devices(tf: Any, config: DistributedConfig) -> list[str]:
     """Return one device per replica: GPUs, or logical CPUs."""
     gpus = tf.config.list_logical_devices("GPU") if tf.config.list_physical_devices("GPU") else []
-    wanted = config.total_ranks
+    replicas = config.total_ranks
     if gpus and config.device != "cpu":
-        if wanted is not None and wanted > len(gpus):
+        if replicas is not None and replicas > len(gpus):
             raise UsageError(
-                f"{wanted} replicas were asked for, and TensorFlow sees {len(gpus)} GPU{'s' * (len(gpus) != 1)}",
+                f"{replicas} replicas were asked for, and TensorFlow sees {len(gpus)} GPU{'s' * (len(gpus) != 1)}",
                 hint=f"Ask for at most {len(gpus)}, or run on the CPU with device='cpu'.",
             )
-        return [f"GPU:{number}" for number in range(wanted or len(gpus))]
-    return _logical_cpus(tf, wanted or 1)
+        return [f"GPU:{number}" for number in range(replicas or len(gpus))]
+    return _logical_cpus(tf, replicas or 1)
 
 
 def _logical_cpus(tf: Any, count: int) -> list[str]:
@@ -198,9 +198,9 @@ class OwnLoop:
             for batch in strategy.experimental_distribute_dataset(self.val):
                 self._test(batch)
         self.report.end_evaluation()
-        found = {f"val_{name}": float(value) for name, value in model.get_metrics_result().items()}
+        metrics = {f"val_{name}": float(value) for name, value in model.get_metrics_result().items()}
         model.reset_metrics()
-        return found
+        return metrics
 
 
 def _test_rows(model: Any, batch: Any) -> None:

@@ -67,8 +67,8 @@ def unused(settings: Settings) -> Mistakes:
     for name in settings.changed(*FIELDS):
         if name in IGNORED:
             line = _line(settings, name)
-            own = f"Keras has its own. Leave {name} out, and write in model_fn, by your model's Keras: {line}"
-            yield settings.mistake(name, f" {_UNUSED}{own if line else f'leave {name} out.'}")
+            advice = f"Keras has its own. Leave {name} out, and write in model_fn, by your model's Keras: {line}"
+            yield settings.mistake(name, f" {_UNUSED}{advice if line else f'leave {name} out.'}")
 
 
 def instead(settings: Settings, names: Iterable[str]) -> str:

@@ -114,8 +114,8 @@ def _checked(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> Task:
     return Task(role, index, dict(cluster))
 
 
-def check_against(task: Task, config: DistributedConfig, given: Collection[str] = ()) -> None:
-    """Raise for a cluster that contradicts the settings of the run; `given`: the settings that were set."""
+def check_against(task: Task, config: DistributedConfig, settings: Collection[str] = ()) -> None:
+    """Raise for a cluster that contradicts the settings of the run; `settings`: the settings that were set."""
     workers = len(task.cluster.get("worker", ()))
     servers = len(task.cluster.get("ps", ()))
     if config.strategy == "parameter-server" and not servers:
@@ -128,14 +128,14 @@ def check_against(task: Task, config: DistributedConfig, given: Collection[str] 
     trains = workers if servers else workers + len(task.cluster.get("chief", ()))
     if config.total_ranks is not None and config.total_ranks != trains:
         raise _error(f"has {trains} worker{'s' * (trains != 1)}, but num_workers = {config.total_ranks} was given")
-    asked = "num_servers" in given or config.num_servers != _SERVERS_UNASKED
-    if servers and asked and config.num_servers != servers:
+    is_set = "num_servers" in settings or config.num_servers != _SERVERS_UNASKED
+    if servers and is_set and config.num_servers != servers:
         raise _error(f"has {servers} ps, but num_servers = {config.num_servers} was given")
 
 
-def _error(what: str) -> UsageError:
+def _error(problem: str) -> UsageError:
     return UsageError(
-        f"the environment variable {VARIABLE} {what}",
+        f"the environment variable {VARIABLE} {problem}",
         hint="The program that started this process set it (Kubeflow, a scheduler, a shell). Make it agree with the "
         f"settings, leave the settings out, or unset {VARIABLE}: phalanx then starts the processes and writes it.",
     )
@@ -224,9 +224,9 @@ def watch_peers(task: Task, limit: float | None) -> None:
 def _restore_hangup(watcher: subprocess.Popen[bytes]) -> None:
     """Restore SIGHUP's default when the watcher has ended, unless it has another handler meanwhile."""
     watcher.wait()
-    found = _libc.signal(int(signal.SIGHUP), int(signal.SIG_DFL))
-    if found != _exit.value:
-        _libc.signal(int(signal.SIGHUP), found)
+    handler = _libc.signal(int(signal.SIGHUP), int(signal.SIG_DFL))
+    if handler != _exit.value:
+        _libc.signal(int(signal.SIGHUP), handler)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from phalanx.engines.tensorflow.data import Feed, served_feed, training_feed, va
 from phalanx.engines.tensorflow.loop import OwnLoop, device_kind, make_strategy, set_precision
 from phalanx.engines.tensorflow.task import KerasResult, KerasTask
 from phalanx.engines.tensorflow.tf_config import read_task
-from phalanx.errors import ModelError, UsageError
+from phalanx.errors import ModelError, UsageError, a_type
 from phalanx.host.files import make_private
 from phalanx.loop.recorders import open_sinks, save_config, tensorboard_dir
 from phalanx.observe.events import RunStarted
@@ -37,7 +37,7 @@ class Fitting:
     model: Any
     strategy: Any
     keras: Any
-    own: bool
+    own_loop: bool
     note: str
 
     def run(
@@ -54,9 +54,12 @@ class Fitting:
         """Train from `first_epoch` to the end."""
         config = job.config
         epochs = config.epochs or 1
-        found = [*job.task.callbacks, *self._after_epochs(config, directory, first_epoch, report, leads=leads)]
-        if self.own:
-            loop = OwnLoop(self.keras, self.model, self.strategy, feed, val, report, found)
+        keras_callbacks = [
+            *job.task.callbacks,
+            *self._after_epochs(config, directory, first_epoch, report, leads=leads),
+        ]
+        if self.own_loop:
+            loop = OwnLoop(self.keras, self.model, self.strategy, feed, val, report, keras_callbacks)
             loop.run(first_epoch, epochs, config.max_steps)
             return
         self.model.fit(
@@ -64,7 +67,7 @@ class Fitting:
             epochs=epochs,
             steps_per_epoch=feed.steps,
             validation_data=val,
-            callbacks=[callbacks.report_callback(self.keras, report, config.max_steps), *found],
+            callbacks=[callbacks.report_callback(self.keras, report, config.max_steps), *keras_callbacks],
             shuffle=False,  # the feed has its own order
             verbose=0,
         )
@@ -74,14 +77,14 @@ class Fitting:
     ) -> list[Any]:
         """Return the callbacks that follow the user's: the trial control of a search, then the backup."""
         control = callbacks.open_control(open_store(read_task()), leads=leads, done=done)
-        found = [] if control is None else [callbacks.control_callback(self.keras, control, report)]
+        following = [] if control is None else [callbacks.control_callback(self.keras, control, report)]
         if directory is not None:
             every = (config.checkpoint_every or (1, ""))[0]
-            own = backup.OwnBackup(self.model, directory, leads=leads) if self.own else None
-            found.append(callbacks.backup_callback(self.keras, directory, every, report, own))
+            own_backup = backup.OwnBackup(self.model, directory, leads=leads) if self.own_loop else None
+            following.append(callbacks.backup_callback(self.keras, directory, every, report, own_backup))
             if control is not None:
-                found.append(callbacks.rate_keeper(self.keras, self.model, directory, leads=leads))
-        return found
+                following.append(callbacks.rate_keeper(self.keras, self.model, directory, leads=leads))
+        return following
 
 
 def choose(model: Any, strategy: Any) -> Fitting:
@@ -90,14 +93,14 @@ def choose(model: Any, strategy: Any) -> Fitting:
 
     keras = keras_of(model)
     name = "Keras 2 (tf_keras)" if keras.__name__ == "tf_keras" else "Keras 3"
-    own, note = True, f"a {name} model by its own fit"
+    own_loop, note = True, f"a {name} model by its own fit"
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         note = f"a {name} model by phalanx' own loop: Keras' fit cannot report steps that workers take by themselves"
     elif name == "Keras 3" and isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         note = "a Keras 3 model by phalanx' own loop: Keras 3's fit does not run on several workers"
     else:
-        own = False
-    return Fitting(model, strategy, keras, own, note)
+        own_loop = False
+    return Fitting(model, strategy, keras, own_loop, note)
 
 
 def keras_of(model: Any) -> Any:
@@ -182,7 +185,7 @@ def _compiled(task: KerasTask, config: DistributedConfig) -> Any:
     model = task.model_fn()
     if not hasattr(model, "train_step") or not hasattr(model, "compile"):
         raise UsageError(
-            f"model_fn returned a {type(model).__name__}", hint="It must return a Keras model: tf.keras.Model(...)."
+            f"model_fn returned {a_type(model)}", hint="It must return a Keras model: tf.keras.Model(...)."
         )
     if getattr(model, "optimizer", None) is None:
         if task.loss is None:

@@ -52,16 +52,16 @@ class TensorFlowDistributedTrainer:
         **arguments: Unpack[TrainerSettings],
     ) -> None:
         settings: dict[str, Any] = dict(arguments)
-        given = model_fn if model is None else model
+        function = model_fn if model is None else model
         if model is not None or not callable(model_fn) or hasattr(model_fn, "train_step"):
             raise UsageError(
-                f"{type(self).__name__} takes a function that returns a Keras model; got {type(given).__name__}",
+                f"{type(self).__name__} takes a function that returns a Keras model; got {type(function).__name__}",
                 hint="Variables belong to the strategy in whose scope they are made, so every worker builds the model: "
                 "write model_fn=build, where build() makes and compiles it.",
             )
         if isinstance(optimizer, str) and optimizer in ("adamw", "adam", "sgd", "rmsprop", "adagrad"):
             settings["optimizer"], optimizer = optimizer, None
-        self._given = frozenset(settings)
+        self._settings_given = frozenset(settings)
         self.config = self._configure(config, settings)
         self.callbacks = list(callbacks or [])
         self.history: History | None = None
@@ -73,7 +73,7 @@ class TensorFlowDistributedTrainer:
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is None:
             resolved = resolve({"backend": self.backend, **settings})
-            self._given = resolved.given
+            self._settings_given = resolved.given
             return resolved.config
         chosen = config.replace(**{"backend": self.backend, **settings})
         chosen.refuse_unused(settings)
@@ -109,11 +109,11 @@ class TensorFlowDistributedTrainer:
             check_data(val, "val")
         name = config.name or getattr(self._model_fn, "__name__", "keras").strip("<>")
         task = KerasTask(self._model_fn, train, val, callbacks=self.callbacks, name=name, **self._parts)
-        result = self._run(task, config, self._given | settings.keys())
+        result = self._run(task, config, self._settings_given | settings.keys())
         self.history = result.history
         return result.history
 
-    def _run(self, task: KerasTask, config: DistributedConfig, given: Collection[str]) -> KerasResult:
+    def _run(self, task: KerasTask, config: DistributedConfig, settings: Collection[str]) -> KerasResult:
         """Run here in a process of a cluster and where one process is enough; else start the processes."""
         env = read_rank_env()
         if env is None or env.local_rank == 0:  # once per machine
@@ -121,7 +121,7 @@ class TensorFlowDistributedTrainer:
         member = read_task()
         result: KerasResult
         if member is not None:
-            check_against(member, config, given)
+            check_against(member, config, settings)
         if member is not None and env is None:
             watch_peers(member, config.start_timeout)
         layout = None if env is not None or member is not None else plan_layout(config, count_gpus())
@@ -151,8 +151,8 @@ class TensorFlowDistributedTrainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the loss and metrics over `data`, in this process."""
         check_data(data, "data")
-        found = self.model.evaluate(validation_feed(data, batch=self.config.batch_size), return_dict=True, verbose=0)
-        return {name: float(value) for name, value in found.items()}
+        metrics = self.model.evaluate(validation_feed(data, batch=self.config.batch_size), return_dict=True, verbose=0)
+        return {name: float(value) for name, value in metrics.items()}
 
     def predict(self, inputs: Any) -> Any:
         """Return the model's outputs, in this process."""

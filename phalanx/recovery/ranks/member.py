@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from phalanx import torch_compiler
+from phalanx import torch_compat
 from phalanx.errors import error_line
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
@@ -35,7 +35,7 @@ from phalanx.recovery.messages import (
     RankReady,
     Release,
 )
-from phalanx.torch_records import has_backend
+from phalanx.torch_compat import has_backend
 from phalanx.world.abort import abort_collectives, begin_group, end_nccl, watch_groups
 
 
@@ -154,7 +154,7 @@ class Member:
 def _beat_during_compiles() -> None:
     """Let a rank that compiles, which may take minutes, count as one that makes progress; once per process."""
     compiling = BusyBeat()
-    torch_compiler.around_compiles(compiling.begin, compiling.end)
+    torch_compat.around_compiles(compiling.begin, compiling.end)
 
 
 def without_frames(error: BaseException) -> str:

@@ -6,7 +6,7 @@ Every few steps each rank keeps a copy of its shards, and sends one to another r
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
@@ -19,6 +19,8 @@ from phalanx.recovery.ranks.neighbour_memory import NeighbourMemory
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
 
 
 class Neighbours(Callback):
@@ -41,12 +43,13 @@ class Neighbours(Callback):
         if self._memory is not None:
             self._memory.discard_pending()
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Keep the state where it is due."""
         if info.step % self._every == 0:
             assert self._memory is not None, "joined before"
-            trainer.losses_checked()  # the state has those of all ranks
-            self._memory.keep(kept(trainer.state, trainer.evaluation), wait=False)
+            loop = cast("TrainLoop", trainer)
+            loop.losses_checked()  # the state has those of all ranks
+            self._memory.keep(kept(loop.state, loop.evaluation), wait=False)
 
     def restore(self, formation: Formation) -> dict[str, Any] | None:
         """Load the newest step that the ranks hold completely; return the loop's part of it."""

@@ -49,7 +49,7 @@ class MicrobatchLoss:
         self._size = size
         self._factor = factor
         self._weight = weight
-        self._found: dict[int, torch.Tensor] = {}
+        self._losses: dict[int, torch.Tensor] = {}
 
     def __call__(self, output: Any, number: int) -> torch.Tensor:
         """Return a microbatch's share of the loss, for backward."""
@@ -58,19 +58,19 @@ class MicrobatchLoss:
         if real <= 0:  # the batch was short: these rows are padding
             return torch.stack([leaf.sum() * 0.0 for leaf in pytree.tree_leaves(output)]).sum()
         part = cut_rows(self._batch, start, start + real)
-        seen = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
+        outputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
         assert self._passes.loss_fn is not None, "checked before the schedule started"
         with self._passes.autocast():
-            loss = self._passes.loss_fn(seen, self._passes.target(part))
+            loss = self._passes.loss_fn(outputs, self._passes.target(part))
         share = self._passes.weigh(part) / self._weight
         if isinstance(share, torch.Tensor):  # without a label that counts there is no mean and nothing to add
             loss = torch.where(share > 0, loss, 0.0)
-        self._found[number] = loss.detach() * share
+        self._losses[number] = loss.detach() * share
         return loss * (share * self._factor)
 
     def total(self, device: torch.device) -> torch.Tensor:
         """Return the mean loss of the batch on a rank with the last stage, else zero."""
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for value in self._found.values():
+        for value in self._losses.values():
             total += value
         return total

@@ -105,7 +105,7 @@ def drop_units(model: nn.Module, units: Sequence[str], kept_units: Sequence[str]
         parent, _, name = unit.rpartition(".")
         holder = model.get_submodule(parent)
         if isinstance(holder, nn.Sequential):
-            torch_compat.own_modules(holder).pop(name, None)
+            torch_compat.direct_modules(holder).pop(name, None)
         else:
             setattr(holder, name, None)
 
@@ -251,7 +251,7 @@ def share_buffers(model: nn.Module, stages: Mapping[int, nn.Module]) -> None:
         buffers = [stage.get_buffer(name) for stage in stages.values() if name in dict(stage.named_buffers())]
         if buffer.is_meta and buffers:
             holder, _, key = name.rpartition(".")
-            torch_compat.own_buffers(model.get_submodule(holder))[key] = buffers[0]
+            torch_compat.direct_buffers(model.get_submodule(holder))[key] = buffers[0]
 
 
 def join_stages(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Pipeline(nn.Module):
         """How sequences are cut over ranks of a context-parallel axis, if they are."""
         self._positions: dict[str, torch.Tensor] = {}
         self._device = device
-        self._wanted = microbatches
+        self._microbatches_set = microbatches
         self._smallest = smallest
         self._largest = 0
         self._runners: dict[Any, _Runner] = {}
@@ -229,7 +229,7 @@ class Pipeline(nn.Module):
 
     def _microbatches(self, batch_size: int) -> int:
         row = self.row
-        number = self._wanted if batch_size == self._largest else None  # a short batch is cut as it can be
+        number = self._microbatches_set if batch_size == self._largest else None  # a short batch is cut as it can be
         return choose_microbatches(number, batch_size, row.size, row.schedule, smallest=self._smallest)
 
     @property
@@ -251,7 +251,7 @@ class Pipeline(nn.Module):
 def _copied_buffers(stage: nn.Module) -> Iterator[None]:
     """Let a forward pass change copies. Writing the values back would change what its backward pass has saved."""
     copies = [
-        (module_buffers, dict(module_buffers)) for module_buffers in map(torch_compat.own_buffers, stage.modules())
+        (module_buffers, dict(module_buffers)) for module_buffers in map(torch_compat.direct_buffers, stage.modules())
     ]
     try:
         for module_buffers, buffers in copies:

@@ -37,10 +37,10 @@ def measure(show: Callable[[str], object]) -> dict[str, dict[str, Any]]:
     """Return the entries of this machine: `gpus`, `links` where there are two devices, and the measured `curves`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = f"{'cpu-' * (device.type == 'cpu')}measured:{socket.gethostname()}"
-    known = None if device.type == "cpu" else presets.gpu_of_device(_title(device), _memory_gib(device))
+    gpu_data = None if device.type == "cpu" else presets.gpu_of_device(_title(device), _memory_gib(device))
     if device.type == "cpu":  # a rank of two has half of the machine, as `train` starts them
         torch.set_num_threads(max(1, _cores() // _CPU_RANKS))
-    show(f"{name}: {_title(device)}" + (f", which is {known.name} in the planner's data" if known else ""))
+    show(f"{name}: {_title(device)}" + (f", which is {gpu_data.name} in the planner's data" if gpu_data else ""))
     products = {kind: _products(device, dtype) for kind, dtype in _DTYPES.items()}
     best = {kind: max(rate for _, rate in curve) for kind, curve in products.items()}
     precisions = [kind for kind in _DTYPES if best[kind] >= best["fp32"]]  # the others are emulated here
@@ -50,8 +50,8 @@ def measure(show: Callable[[str], object]) -> dict[str, dict[str, Any]]:
     copied = max(rate for _, rate in copies)
     show(f"  copies: {copied:.3g} GB/s")
     first = precisions[0]
-    tflops = {kind: max(best[kind], known.tflops.get(kind, 0.0) if known else 0.0) for kind in precisions}
-    memory_gbps = max(copied, known.memory_gbps if known else 0.0)
+    tflops = {kind: max(best[kind], gpu_data.tflops.get(kind, 0.0) if gpu_data else 0.0) for kind in precisions}
+    memory_gbps = max(copied, gpu_data.memory_gbps if gpu_data else 0.0)
     attention = _attention(device, _DTYPES[first]) / tflops[first]
     show(f"  attention: {attention * tflops[first]:.3g} TFLOP/s")
     launch_us = _launch_us(device)
@@ -66,13 +66,13 @@ def measure(show: Callable[[str], object]) -> dict[str, dict[str, Any]]:
         "attention": round(attention, 3),
         "launch_us": round(launch_us, 2),
         "sms": torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _cores(),
-        "reserve_gib": known.reserve_gib if known else 0.5,
-        "intra_node": name if link else known.intra_node if known else "shared-memory",
-        "inter_node": known.inter_node if known else "ethernet-10",
+        "reserve_gib": gpu_data.reserve_gib if gpu_data else 0.5,
+        "intra_node": name if link else gpu_data.intra_node if gpu_data else "shared-memory",
+        "inter_node": gpu_data.inter_node if gpu_data else "ethernet-10",
         "source": f"measured on {socket.gethostname()}, {_title(device)}, {date.today().isoformat()}",
     }
-    found = {"gpus": {name: gpu}, "curves": {name: {"products": products, "copies": copies}}}
-    return {**found, "links": {name: link}} if link else found
+    entries = {"gpus": {name: gpu}, "curves": {name: {"products": products, "copies": copies}}}
+    return {**entries, "links": {name: link}} if link else entries
 
 
 def _title(device: torch.device) -> str:
@@ -157,8 +157,8 @@ def _collectives(device: torch.device, show: Callable[[str], object]) -> dict[st
         return None
     sizes = tuple(4**power << 10 for power in range(10 if device.type == "cuda" else 8))
     plan = BenchPlan(op="all_reduce", algos=("nccl",) if device.type == "cuda" else ("shm", "gloo"), sizes=sizes)
-    found = run_bench(plan, ranks, PlainConsole(out=io.StringIO()))
-    rows = [] if found is None else found["rows"]
+    measured = run_bench(plan, ranks, PlainConsole(out=io.StringIO()))
+    rows = [] if measured is None else measured["rows"]
     first = rows[0]["algo"] if rows else ""
     curve = [(row["size_bytes"], row["busbw_gbs"]) for row in rows if row["algo"] == first]
     if not curve:

@@ -49,8 +49,8 @@ def check_gpus(machine: HostReader) -> Iterator[CheckResult]:
         yield from _without(machine)
         return
     kinds = Counter(gpu["name"] for gpu in gpus)
-    shown = ", ".join(f"{count} x {name}" for name, count in kinds.items())
-    yield CheckResult("ok", "GPUs", f"{shown}, driver {gpus[0]['driver_version']}")
+    models = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    yield CheckResult("ok", "GPUs", f"{models}, driver {gpus[0]['driver_version']}")
     if len(kinds) > 1:
         text = f"GPUs of {len(kinds)} kinds: ranks wait for the slowest one"
         yield CheckResult("warning", "GPUs", text, "CUDA_VISIBLE_DEVICES with GPUs of one kind")
@@ -73,9 +73,9 @@ def check_gpus(machine: HostReader) -> Iterator[CheckResult]:
 
 
 def _without(machine: HostReader) -> Iterator[CheckResult]:
-    found = machine.names("/proc/driver/nvidia/gpus")
-    if found:
-        text = f"the driver has {len(found)} GPUs, and nvidia-smi does not answer"
+    devices = machine.names("/proc/driver/nvidia/gpus")
+    if devices:
+        text = f"the driver has {len(devices)} GPUs, and nvidia-smi does not answer"
         yield CheckResult(
             "error", "GPUs", text, "nvidia-smi; dmesg | grep -i nvrm; reboot, or restart the container with --gpus all"
         )
@@ -93,11 +93,13 @@ def _software(machine: HostReader, driver: str) -> Iterator[CheckResult]:
         fix = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
         yield CheckResult("error", "torch", f"{torch}: the GPUs are not used", fix)
     else:
-        wanted, major = int(cuda.split(".")[0]), driver.split(".")[0]
-        least = _DRIVERS.get(wanted, 0)
+        cuda_major, major = int(cuda.split(".")[0]), driver.split(".")[0]
+        least = _DRIVERS.get(cuda_major, 0)
         if major.isdecimal() and int(major) < least:
             text = f"{torch} needs driver {least} or later, there is {driver}"
-            yield CheckResult("error", "torch", text, f"upgrade the driver, or install a torch for CUDA {wanted - 1}")
+            yield CheckResult(
+                "error", "torch", text, f"upgrade the driver, or install a torch for CUDA {cuda_major - 1}"
+            )
         else:
             yield CheckResult("ok", "torch", f"{torch} fits driver {driver}")
     if "nccl" in versions:
@@ -143,9 +145,9 @@ def _links(machine: HostReader, count: int) -> Iterator[CheckResult]:
         yield CheckResult("ok", "NVLink", f"all {count} GPUs are linked ({names}: the number of links of a pair)")
         return
     far = [pair for pair, kind in pairs.items() if kind in _FAR]
-    shown = ", ".join(f"{number} by {_LINKS.get(kind, kind)} ({kind})" for kind, number in kinds.items())
+    counts = ", ".join(f"{number} by {_LINKS.get(kind, kind)} ({kind})" for kind, number in kinds.items())
     level: Level = "warning" if any(kind.startswith("NV") for kind in kinds) and far else "note"
-    text = f"pairs of GPUs are linked in different ways: {shown}"
+    text = f"pairs of GPUs are linked in different ways: {counts}"
     yield CheckResult(
         level, "NVLink", text, "tensor_parallel no larger than a group with NVLink; phalanx plan --gpus N"
     )
@@ -168,12 +170,12 @@ def topology(text: str) -> dict[tuple[int, int], str]:
     rows = [line.split() for line in text.replace("\x1b[4m", "").replace("\x1b[0m", "").splitlines()]
     gpus = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0])]
     body = [row for row in gpus if "X" in row[1 : len(gpus) + 2]]
-    found = {}
+    links = {}
     for first, row in enumerate(body):
         for second, kind in enumerate(row[1 : len(body) + 1]):
             if second > first:
-                found[first, second] = kind
-    return found
+                links[first, second] = kind
+    return links
 
 
 _FILE = "nccl.%p.log"
@@ -195,26 +197,26 @@ def read_log(folder: Path) -> str:
 
 def check_log(text: str, *, shared: bool) -> Iterator[CheckResult]:
     """Say which transport nccl uses between the ranks of this machine, and why; `shared`: ranks shared one GPU."""
-    found = {(int(first), int(second)): way for first, second, way in _CHANNEL.findall(text)}
-    if not found:
+    transports = {(int(first), int(second)): way for first, second, way in _CHANNEL.findall(text)}
+    if not transports:
         fix = "NCCL_DEBUG=INFO phalanx bench comm --device cuda shows all that nccl says"
         yield CheckResult("error", "NCCL", "no communicator was made", fix)
         return
     version = _VERSION.search(text)
-    kinds = Counter(way.split("/")[0] for way in found.values())
-    shown = ", ".join(sorted(set(found.values())))
+    kinds = Counter(way.split("/")[0] for way in transports.values())
+    ways = ", ".join(sorted(set(transports.values())))
     for kind in kinds:
         level, why, fix = _reason(kind, text, shared=shared)
-        yield CheckResult(level, "NCCL", f"{version[1] if version else 'version unknown'}, {shown}: {why}", fix)
+        yield CheckResult(level, "NCCL", f"{version[1] if version else 'version unknown'}, {ways}: {why}", fix)
 
 
 def _reason(kind: str, text: str, *, shared: bool) -> tuple[Level, str, str]:
     """Return the level, why nccl has chosen a kind of transport, and what changes it."""
-    given = dict(_SET.findall(text))
+    variables = dict(_SET.findall(text))
     if kind == "P2P":
         return "ok", "GPUs read and write each other's memory", ""
     if kind in ("SHM", "DIRECT"):
-        if given.get("NCCL_P2P_DISABLE", "0") != "0":
+        if variables.get("NCCL_P2P_DISABLE", "0") != "0":
             return "warning", "through host memory, as NCCL_P2P_DISABLE is set", "unset NCCL_P2P_DISABLE"
         fix = "nvidia-smi topo -p2p r shows it; in virtual machines: ACS and IOMMU settings of the host"
         return "warning", "through host memory: the GPUs have no peer access to each other", fix
@@ -223,11 +225,11 @@ def _reason(kind: str, text: str, *, shared: bool) -> tuple[Level, str, str]:
     if kind == "NET" and "NET/IB" in text and "via NET/IB" in text:
         direct = "GDRDMA" in text
         return "ok", f"RDMA {'from GPU memory' if direct else 'through host memory'}", ""
-    if given.get("NCCL_IB_DISABLE", "0") != "0":
+    if variables.get("NCCL_IB_DISABLE", "0") != "0":
         return "note", f"{_card(text)}, as NCCL_IB_DISABLE is set", "unset NCCL_IB_DISABLE"
     return "note", f"{_card(text)}: nccl takes the ranks for those of different hosts", f"unset {HOST_ID}"
 
 
 def _card(text: str) -> str:
-    found = _SOCKETS.search(text)
-    return f"TCP over {found[1].removeprefix('[0]').partition(':')[0]}" if found else "TCP"
+    match = _SOCKETS.search(text)
+    return f"TCP over {match[1].removeprefix('[0]').partition(':')[0]}" if match else "TCP"

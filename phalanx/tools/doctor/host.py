@@ -41,12 +41,14 @@ def _software(machine: HostReader) -> Iterator[CheckResult]:
 
 def _cpu(machine: HostReader) -> Iterator[CheckResult]:
     text = machine.text("/proc/cpuinfo") or ""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
-    flags = set(found[1].split()) if found else set()
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    flags = set(match[1].split()) if match else set()
     name = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    shown = name[1] if name else machine.fact("architecture")
-    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
-    yield CheckResult("ok", "CPU", f"{shown}: {', '.join(each for each in known if each in flags) or 'no known flags'}")
+    model = name[1] if name else machine.fact("architecture")
+    listed = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
+    yield CheckResult(
+        "ok", "CPU", f"{model}: {', '.join(flag for flag in listed if flag in flags) or 'no known flags'}"
+    )
     if flags and not flags & {"avx512_bf16", "amx_bf16", "bf16"}:
         has_gpus = bool(machine.names("/proc/driver/nvidia/gpus"))
         yield CheckResult(

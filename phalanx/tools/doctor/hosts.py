@@ -89,30 +89,30 @@ def ask_job(hosts: Sequence[str]) -> dict[str, HostReader | str]:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return dict.fromkeys(hosts, f"srun: {error}")
-    found: dict[str, HostReader | str] = dict.fromkeys(hosts, (done.stderr.strip().splitlines() or ["no answer"])[-1])
+    readers: dict[str, HostReader | str] = dict.fromkeys(hosts, (done.stderr.strip().splitlines() or ["no answer"])[-1])
     for line in done.stdout.splitlines():
         number, _, text = line.partition(": ")
         if number.strip().isdecimal() and text.startswith("{"):
             answer = _recorded(subprocess.CompletedProcess([], 0, text, ""), began, time.time())
             name = answer.fact("hostname") if isinstance(answer, HostReader) else ""
-            found[next((host for host in hosts if host.split(".")[0] == name.split(".")[0]), hosts[int(number)])] = (
+            readers[next((host for host in hosts if host.split(".")[0] == name.split(".")[0]), hosts[int(number)])] = (
                 answer
             )
-    return found
+    return readers
 
 
 def compare_hosts(machines: Mapping[str, HostReader]) -> Iterator[CheckResult]:
     """Say what differs between hosts that train together."""
     if len(machines) < 2:
         return
-    for what, values in _compared(machines).items():
+    for topic, values in _compared(machines).items():
         counts = Counter(values.values())
         if len(counts) > 1:
             usual, _ = counts.most_common(1)[0]
             odd = [f"{host} has {value or 'none'}" for host, value in values.items() if value != usual]
-            shown = "; ".join(odd[:8]) + (f" and {len(odd) - 8} more" if len(odd) > 8 else "")
-            level, fix = _DIFFERENCES.get(what, ("warning", f"install the same {what} everywhere"))
-            yield CheckResult(level, "hosts", f"{what} differs: {shown}; the others {usual or 'none'}", fix)
+            differences = "; ".join(odd[:8]) + (f" and {len(odd) - 8} more" if len(odd) > 8 else "")
+            level, fix = _DIFFERENCES.get(topic, ("warning", f"install the same {topic} everywhere"))
+            yield CheckResult(level, "hosts", f"{topic} differs: {differences}; the others {usual or 'none'}", fix)
     yield from _clocks(machines)
 
 
@@ -130,7 +130,7 @@ _DIFFERENCES: dict[str, tuple[Any, str]] = {
 
 
 def _compared(machines: Mapping[str, HostReader]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+    by_topic: dict[str, dict[str, str]] = {}
     for host, machine in machines.items():
         facts = dict(machine.fact("versions") or {})
         gpus = Counter(gpu["name"] for gpu in read_gpus(machine))
@@ -140,9 +140,9 @@ def _compared(machines: Mapping[str, HostReader]) -> dict[str, dict[str, str]]:
         facts["MTU"] = next((str(card.mtu) for card in cards(machine) if card.name == facts["default card"]), "")
         facts["InfiniBand"] = str(sum(device.active for device in rdma_devices(machine)))
         facts["architecture"] = machine.fact("architecture")
-        for what, value in facts.items():
-            found.setdefault(what, dict.fromkeys(machines, ""))[host] = value
-    return found
+        for topic, value in facts.items():
+            by_topic.setdefault(topic, dict.fromkeys(machines, ""))[host] = value
+    return by_topic
 
 
 def _clocks(machines: Mapping[str, HostReader]) -> Iterator[CheckResult]:

@@ -52,28 +52,28 @@ class RdmaDevice(NamedTuple):
 
 def cards(machine: HostReader) -> list[Card]:
     """Return the cards that may lead to other machines."""
-    found = []
+    listed = []
     for name in machine.names("/sys/class/net"):
         if name.startswith(_VIRTUAL):
             continue
         at = f"/sys/class/net/{name}"
         mtu, speed = machine.text(f"{at}/mtu") or "0", machine.text(f"{at}/speed") or ""
         up = machine.text(f"{at}/operstate") in ("up", "unknown")
-        found.append(Card(name, up, int(mtu), int(speed) if speed.isdecimal() else None))
-    return found
+        listed.append(Card(name, up, int(mtu), int(speed) if speed.isdecimal() else None))
+    return listed
 
 
 def rdma_devices(machine: HostReader) -> list[RdmaDevice]:
     """Return the RDMA devices, by their first port."""
-    found = []
+    devices = []
     for name in machine.names("/sys/class/infiniband"):
         at = f"/sys/class/infiniband/{name}"
         vendor = machine.text(f"{at}/device/vendor")
         layer = machine.text(f"{at}/ports/1/link_layer") or ""
         kind = "EFA" if vendor == _AMAZON else "RoCE" if layer == "Ethernet" else "InfiniBand"
         state = machine.text(f"{at}/ports/1/state") or ""
-        found.append(RdmaDevice(name, kind, "ACTIVE" in state, machine.text(f"{at}/ports/1/rate") or "?"))
-    return found
+        devices.append(RdmaDevice(name, kind, "ACTIVE" in state, machine.text(f"{at}/ports/1/rate") or "?"))
+    return devices
 
 
 def default_card(machine: HostReader) -> str | None:
@@ -95,12 +95,12 @@ def check_network(machine: HostReader) -> Iterator[CheckResult]:
 
 
 def _cards(machine: HostReader) -> Iterator[CheckResult]:
-    found, route = cards(machine), default_card(machine)
+    listed, route = cards(machine), default_card(machine)
     if route is None:
         yield CheckResult(
             "warning", "network", "there is no default route: other machines may not be reached", "ip route"
         )
-    for card in found:
+    for card in listed:
         if card.up:
             yield CheckResult("ok", "network", f"{card}{', default route' if card.name == route else ''}")
         if card.up and card.speed and card.speed >= _FAST and card.mtu < 4000:
@@ -113,27 +113,26 @@ def _cards(machine: HostReader) -> Iterator[CheckResult]:
 def _choices(machine: HostReader) -> Iterator[CheckResult]:
     """Say which card gloo and NCCL would choose, and whether what is set exists."""
     environment, names = machine.fact("environment"), set(machine.names("/sys/class/net"))
-    route, own = default_card(machine), machine.fact("addresses_of_own_name") or []
+    route, addresses = default_card(machine), machine.fact("addresses_of_own_name") or []
     for name, library in (("GLOO_SOCKET_IFNAME", "gloo"), ("NCCL_SOCKET_IFNAME", "NCCL")):
-        given = environment.get(name, "")
-        wanted = [part for part in given.lstrip("=").split(",") if part] if not given.startswith("^") else []
-        missing = [part for part in wanted if not any(each.startswith(part) for each in names)]
+        value = environment.get(name, "")
+        patterns = [part for part in value.lstrip("=").split(",") if part] if not value.startswith("^") else []
+        missing = [part for part in patterns if not any(card_name.startswith(part) for card_name in names)]
         if missing:
-            text = f"{name}={given}, and there is no card {missing[0]}: {library} fails at its start"
+            text = f"{name}={value}, and there is no card {missing[0]}: {library} fails at its start"
             yield CheckResult("error", "network", text, f"export {name}={route}" if route else f"unset {name}")
-        elif given:
-            yield CheckResult("ok", "network", f"{library} uses {given} ({name})")
+        elif value:
+            yield CheckResult("ok", "network", f"{library} uses {value} ({name})")
     if "GLOO_SOCKET_IFNAME" not in environment:
-        loopback = not own or all(ipaddress.ip_address(address).is_loopback for address in own)
+        loopback = not addresses or all(ipaddress.ip_address(address).is_loopback for address in addresses)
         if loopback and route is not None:
             name = machine.fact("hostname")
-            text = (
-                f"the own name {name} leads to {', '.join(own) or 'no address'}: gloo of plain torchrun listens there"
-            )
+            where = ", ".join(addresses) or "no address"
+            text = f"the own name {name} leads to {where}: gloo of plain torchrun listens there"
             fix = f"export GLOO_SOCKET_IFNAME={route} (phalanx train does this by itself), or correct /etc/hosts"
             yield CheckResult("note", "network", text, fix)
         elif not loopback:
-            yield CheckResult("ok", "network", f"gloo listens at {', '.join(own)}, the address of the own name")
+            yield CheckResult("ok", "network", f"gloo listens at {', '.join(addresses)}, the address of the own name")
     if "NCCL_SOCKET_IFNAME" not in environment and machine.names("/proc/driver/nvidia/gpus"):
         usable = [card.name for card in cards(machine) if card.up]
         rdma = [device.name for device in rdma_devices(machine) if device.active]
@@ -198,8 +197,8 @@ def _ports(machine: HostReader) -> Iterator[CheckResult]:
     port = machine.fact("environment").get("MASTER_PORT", str(_RENDEZVOUS_PORT))
     tables = [machine.text(f"/proc/net/{name}") or "" for name in ("tcp", "tcp6")]  # torch listens on IPv6
     listening = [line.split() for table in tables for line in table.splitlines()[1:]]
-    taken = {int(parts[1].split(":")[1], 16) for parts in listening if len(parts) > 3 and parts[3] == "0A"}
-    if port.isdecimal() and int(port) in taken:
+    in_use = {int(parts[1].split(":")[1], 16) for parts in listening if len(parts) > 3 and parts[3] == "0A"}
+    if port.isdecimal() and int(port) in in_use:
         text = f"port {port} has a listener: a rendezvous there fails, or meets another job"
         yield CheckResult(
             "warning", "ports", text, f"ss -ltnp 'sport = :{port}' shows it; use --rdzv-endpoint HOST:ANOTHER"
@@ -253,28 +252,28 @@ def check_links(machines: Mapping[str, HostReader], run: Run) -> Iterator[CheckR
     try:
         rates = json.loads(ran[0].stdout)["bandwidth_gbs"]
     except (ValueError, LookupError, TypeError):
-        failed = next((each for each in ran if each.returncode), ran[0])
+        failed = next((process for process in ran if process.returncode), ran[0])
         why = (failed.stderr.strip().splitlines() or [f"exit code {failed.returncode}"])[-1]
         fix = "a firewall between the hosts, or GLOO_SOCKET_IFNAME: see the lines about network"
         yield CheckResult("error", "bandwidth", f"the links were not measured: {why}", fix)
         return
     hosts = list(machines)
-    found = {(a, b): rates[hosts.index(a)][hosts.index(b)] for a, b in combinations(hosts, 2)}
-    yield from _judge(found, {host: _card_gbs(machine) for host, machine in machines.items()})
+    rate_of = {(a, b): rates[hosts.index(a)][hosts.index(b)] for a, b in combinations(hosts, 2)}
+    yield from _judge(rate_of, {host: _card_gbs(machine) for host, machine in machines.items()})
 
 
-def _judge(found: Mapping[tuple[str, str], float], promised: Mapping[str, float | None]) -> Iterator[CheckResult]:
-    median = statistics.median(found.values())
-    for (first, second), rate in found.items():
-        known = [speed for host in (first, second) if (speed := promised[host]) is not None]
-        expected = max(min(_ONE_STREAM, *known) if known else 0.0, median)
+def _judge(rate_of: Mapping[tuple[str, str], float], promised: Mapping[str, float | None]) -> Iterator[CheckResult]:
+    median = statistics.median(rate_of.values())
+    for (first, second), rate in rate_of.items():
+        speeds = [speed for host in (first, second) if (speed := promised[host]) is not None]
+        expected = max(min(_ONE_STREAM, *speeds) if speeds else 0.0, median)
         if rate < _SLOW_SHARE * expected:
             text = f"{first} - {second}: {rate:.3g} GB/s by TCP; {expected:.3g} GB/s are expected"
             fix = (
                 "ethtool on both shows speed and errors; the cable and the switch port; traffic of others: sar -n DEV 1"
             )
             yield CheckResult("warning", "bandwidth", text, fix)
-    spread = f"{min(found.values()):.3g} to {max(found.values()):.3g}" if len(found) > 1 else f"{median:.3g}"
+    spread = f"{min(rate_of.values()):.3g} to {max(rate_of.values()):.3g}" if len(rate_of) > 1 else f"{median:.3g}"
     yield CheckResult("ok", "bandwidth", f"{spread} GB/s by TCP between {len(promised)} hosts, one stream per pair")
 
 

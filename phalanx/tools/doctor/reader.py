@@ -75,8 +75,8 @@ class HostReader:
 
     def text(self, path: str) -> str | None:
         """Return a file's content without white space around it; None where it cannot be read."""
-        found: str | None = self._ask(f"file {path}", lambda: _read(Path(path)))
-        return found
+        content: str | None = self._ask(f"file {path}", lambda: _read(Path(path)))
+        return content
 
     def names(self, folder: str) -> list[str]:
         """Return what a folder holds; empty where there is none, or it cannot be read."""
@@ -84,8 +84,8 @@ class HostReader:
 
     def command(self, *words: str) -> str | None:
         """Return what a command prints; None where it is missing or fails."""
-        found: str | None = self._ask(f"command {' '.join(words)}", lambda: _run(words))
-        return found
+        output: str | None = self._ask(f"command {' '.join(words)}", lambda: _run(words))
+        return output
 
     def fact(self, name: str) -> Any:
         """Return one of the facts that the interpreter knows of its machine."""
@@ -125,10 +125,10 @@ def _run(words: tuple[str, ...]) -> str | None:
 
 def _shm() -> dict[str, int] | None:
     try:
-        found = os.statvfs("/dev/shm")
+        status = os.statvfs("/dev/shm")
     except OSError:
         return None
-    return {"total": found.f_blocks * found.f_frsize, "free": found.f_bavail * found.f_frsize}
+    return {"total": status.f_blocks * status.f_frsize, "free": status.f_bavail * status.f_frsize}
 
 
 def _limits() -> dict[str, int]:
@@ -137,24 +137,24 @@ def _limits() -> dict[str, int]:
 
 
 def _environment() -> dict[str, str]:
-    known = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-    return {name: value for name, value in sorted(known.items()) if not any(word in name for word in _SECRET)}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    return {name: value for name, value in sorted(variables.items()) if not any(word in name for word in _SECRET)}
 
 
 def _versions() -> dict[str, str]:
     """Return versions by importlib's records: importing torch would take seconds."""
-    found = {"phalanx": __version__, "python": platform.python_version(), "kernel": platform.release()}
+    versions = {"phalanx": __version__, "python": platform.python_version(), "kernel": platform.release()}
     installed = installed_packages()
-    found |= {name: installed[name] for name in _PACKAGES if name in installed}
+    versions |= {name: installed[name] for name in _PACKAGES if name in installed}
     if (cuda := cuda_of_torch()) is not None:
-        found["cuda of torch"] = cuda
+        versions["cuda of torch"] = cuda
     nccl = [version for name, version in installed.items() if name.startswith("nvidia-nccl-cu")]
-    return {**found, "nccl": nccl[0]} if nccl else found
+    return {**versions, "nccl": nccl[0]} if nccl else versions
 
 
 def _own_addresses() -> list[str]:
     try:
-        return sorted({str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)})
+        return sorted({str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)})
     except OSError:
         return []
 

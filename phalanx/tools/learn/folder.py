@@ -58,18 +58,18 @@ def is_phase(word: str) -> bool:
 
 def find_exercise(name: str) -> tuple[Any, Any]:
     """Return the phase and the exercise of a name."""
-    found = grader("progress").find(name)
-    if found is None:
+    pair = grader("progress").find(name)
+    if pair is None:
         listed = grader("catalog").listed
         names = [exercise.name for phase in phases() for exercise in listed(phase)]
         raise UsageError(unknown_name("exercise", name, names))
-    return found  # type: ignore[no-any-return]
+    return pair  # type: ignore[no-any-return]
 
 
-def learners_folder(given: str | None) -> Path:
+def learners_folder(path: str | None) -> Path:
     """Return the folder with the learner's files: the given one, this one, or that which `start` makes."""
     here = Path.cwd()
-    tried = [Path(given).expanduser()] if given else [here, here / DEFAULT_FOLDER, *here.parents]
+    tried = [Path(path).expanduser()] if path else [here, here / DEFAULT_FOLDER, *here.parents]
     for folder in tried:
         if any((folder / phase.folder).is_dir() for phase in phases()):
             return folder.resolve()
@@ -80,10 +80,10 @@ def learners_folder(given: str | None) -> Path:
 def copy_phase(phase: Any, folder: Path) -> list[Path]:
     """Copy the templates and guidelines of a phase; files that are there stay as they are. Return what was written."""
     source, written = course_folder(), []
-    wanted = [*sorted((source / phase.folder).glob("template_*.py")), *sorted((source / phase.folder).glob("*.md"))]
-    wanted += [path for path in sorted((source / phase.folder / "starter").rglob("*")) if path.is_file()]
-    wanted += sorted((source / "pictures").glob(f"{phase.name}*.svg"))
-    for file in wanted:
+    files = [*sorted((source / phase.folder).glob("template_*.py")), *sorted((source / phase.folder).glob("*.md"))]
+    files += [path for path in sorted((source / phase.folder / "starter").rglob("*")) if path.is_file()]
+    files += sorted((source / "pictures").glob(f"{phase.name}*.svg"))
+    for file in files:
         target = folder / file.relative_to(source)
         if target.exists():
             continue

@@ -55,22 +55,22 @@ def choose_strategy(
 
 def _layouts(config: DistributedConfig, ranks: int, train: Any) -> Iterator[tuple[dict[str, Any], Layout]]:
     """Yield what may be chosen, the fastest first, with the settings that it changes."""
-    kept = recompute_of(config)
+    recompute = recompute_of(config)
     size = config.batch_size or getattr(train, "batch_size", None) or 1
-    yield {}, Layout(dp_replicate=ranks, micro_batch=size, recompute=kept)
+    yield {}, Layout(dp_replicate=ranks, micro_batch=size, recompute=recompute)
     sharded = {"strategy": "fsdp", "sharding": "grad-op"}
-    yield sharded, Layout(dp_shard=ranks, micro_batch=size, zero_stage=1, recompute=kept)
-    yield {"strategy": "fsdp"}, Layout(dp_shard=ranks, micro_batch=size, recompute=kept)
-    if kept == "none":
+    yield sharded, Layout(dp_shard=ranks, micro_batch=size, zero_stage=1, recompute=recompute)
+    yield {"strategy": "fsdp"}, Layout(dp_shard=ranks, micro_batch=size, recompute=recompute)
+    if recompute == "none":
         full = {"strategy": "fsdp", "activation_checkpointing": "full"}
         yield full, Layout(dp_shard=ranks, micro_batch=size, recompute="full")
 
 
 def describe(model: nn.Module) -> ModelShape | TracedShape:
     """Return what the planner knows of a model; of one that cannot be traced, its parameters alone."""
-    known = shape_of(model)
-    if known is not None:
-        return known
+    shape = shape_of(model)
+    if shape is not None:
+        return shape
     from phalanx.tools.plan.trace import trace_module
 
     try:
@@ -135,9 +135,9 @@ class RunNeeds:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        found = {name: value for name, value in vars(self).items() if name != "mesh"}
-        memory = {**self.memory._asdict(), "total": sum(self.memory), "peak": found.pop("peak")}
-        return {**found, "memory": memory}
+        fields = {name: value for name, value in vars(self).items() if name != "mesh"}
+        memory = {**self.memory._asdict(), "total": sum(self.memory), "peak": fields.pop("peak")}
+        return {**fields, "memory": memory}
 
 
 def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout) -> RunNeeds:
@@ -152,9 +152,9 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
     mesh = plan_mesh(config, *ranks)
     if config.pipeline_cuts not in (None, "measured"):  # a wrong name ends the run when it starts
         cut_at(units_of(model), config.pipeline_cuts, SCHEDULES[config.pipeline_schedule].num_stages(mesh.pp))
-    each = config.batch_size or getattr(train, "batch_size", None) or 1
-    memory = estimate_memory(model, config, mesh, each)
-    peak = planned_gib(describe(model), config, layout.device, train, layout_of(config, mesh, each))
+    batch_size = config.batch_size or getattr(train, "batch_size", None) or 1
+    memory = estimate_memory(model, config, mesh, batch_size)
+    peak = planned_gib(describe(model), config, layout.device, train, layout_of(config, mesh, batch_size))
     batch = None  # a DataLoader of the user has it
     if config.batch_size is not None:
         batch = config.batch_size * config.gradient_accumulation_steps * mesh.dp_size
@@ -183,9 +183,11 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
 
 def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh, batch_size: int = 1) -> StateBytes:
     """Return the bytes of weights, gradients and optimizer states on each rank, as ZeRO shards them."""
-    held = [(parameter.numel() * parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()]
-    whole = sum(size for size, _ in held) * (1 if config.ema_decay is None else 2)
-    trained = sum(size for size, is_trained in held if is_trained)
+    parameters = [
+        (parameter.numel() * parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()
+    ]
+    whole = sum(size for size, _ in parameters) * (1 if config.ema_decay is None else 2)
+    trained = sum(size for size, is_trained in parameters if is_trained)
     states = 0 if config.facts.has_servers else optimizer_states(config.optimizer, config.momentum)  # servers hold them
     if config.facts.shards_by_engine:
         ranks, stage = mesh.dp_size, config.zero_stage or 0

@@ -89,8 +89,8 @@ def check_modes(cluster: Cluster, goal: Goal, *, has_budget: bool) -> None:
     """Refuse fp8 on a GPU without it, and a budget of activations without compilation."""
     gpu = presets.parts_of(cluster)[0]
     if goal.precision == "fp8" and "fp8" not in gpu.tflops:
-        known = (presets.gpu(name) for name in presets.names("gpus"))
-        able = sorted({one.name for one in known if "fp8" in one.tflops})
+        gpus = (presets.gpu(name) for name in presets.names("gpus"))
+        able = sorted({one.name for one in gpus if "fp8" in one.tflops})
         raise UsageError(
             f"{gpu.name} has no fp8. It has: {', '.join(gpu.tflops)}. GPUs with fp8: {', '.join(able)}.",
             hint="Leave --fast out or write --precision bf16, or plan for another GPU: --gpu h100.",

@@ -79,9 +79,9 @@ def guide() -> str:
 def case_of(model: str, machines: str, changes: dict[str, Any]) -> PlanCase:
     """Return a job on a cluster by name, with the model's usual goal but for the changes."""
     shape, cluster = presets.model(model), presets.cluster(machines)
-    wanted = {name: value for name, value in changes.items() if name != "lora_rank"}
-    known = presets.parts_of(cluster)[0].tflops
-    goal = replace(default_goal(shape, cluster), precision="bf16" if "bf16" in known else "fp16", **wanted)
+    of_goal = {name: value for name, value in changes.items() if name != "lora_rank"}
+    tflops = presets.parts_of(cluster)[0].tflops
+    goal = replace(default_goal(shape, cluster), precision="bf16" if "bf16" in tflops else "fp16", **of_goal)
     return PlanCase(shape, cluster, goal, Constraints(lora_rank=changes.get("lora_rank")))
 
 
@@ -101,16 +101,18 @@ def strategy_words(layout: Layout) -> str:
 def why(case: PlanCase, plan: Plan) -> str:
     """Return why the simpler strategy was not chosen: it does not fit, or takes longer."""
     assert plan.best is not None
-    layout, found = plan.best.layout, plan.best.estimate
+    layout, estimate = plan.best.layout, plan.best.estimate
     if layout.stage == 0 and layout.tp * layout.pp * layout.cp == 1:
-        return f"a whole copy fits ({found.needed_gib:.0f} of {found.memory_limit_gib:.0f} GiB), and it is simplest"
+        return (
+            f"a whole copy fits ({estimate.needed_gib:.0f} of {estimate.memory_limit_gib:.0f} GiB), and it is simplest"
+        )
     simpler = "ddp" if layout.tp * layout.pp * layout.cp == 1 else "fsdp"
     limits = replace(case.limits, strategy=simpler, offload="none")
     other = search(case.model, case.cluster, case.goal, limits)
     words = {"ddp": "a whole copy (DDP)", "fsdp": "FSDP alone"}[simpler]
     if other.fitting:
-        slower = other.fitting[0][0] / found.step_seconds - 1
+        slower = other.fitting[0][0] / estimate.step_seconds - 1
         return f"{words} would fit, but takes {slower:.0%} longer"
     if other.too_large:
-        return f"{words} needs {other.too_large[0][0]:.0f} GiB per GPU of {found.memory_limit_gib:.0f}"
+        return f"{words} needs {other.too_large[0][0]:.0f} GiB per GPU of {estimate.memory_limit_gib:.0f}"
     return f"{words} cannot run this batch"

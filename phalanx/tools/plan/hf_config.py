@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.errors import UsageError, a_type, nearest, unknown_name
 from phalanx.model import recorded_dimensions
 from phalanx.tools.plan.model import ModelShape
 
@@ -65,7 +65,7 @@ def read_config(path: Path) -> ModelShape:
     except ValueError as error:
         raise UsageError(f"{file} is not a JSON file: {error}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{file} holds a {type(values).__name__}, not an object with the fields of a model.")
+        raise UsageError(f"{file} holds {a_type(values)}, not an object with the fields of a model.")
     name = path.name if path.is_dir() else path.parent.name if path.name == "config.json" else path.stem
     return from_config(values, file, name or "model")
 
@@ -85,10 +85,12 @@ def from_config(values: dict[str, Any], path: Path = Path("config.json"), name: 
             "gated feed-forward layers), or plan its class: `phalanx plan my_package.nets:Net --input tokens:2048`.",
         )
     shape = {key: value for key, value in family(fields).items() if value is not None}
-    made = ModelShape(name=name, **shape)
-    if made.hidden % made.heads and "head_dim" not in shape:
-        raise UsageError(f"{path}: hidden_size {made.hidden} is not a multiple of num_attention_heads {made.heads}.")
-    return made
+    described = ModelShape(name=name, **shape)
+    if described.hidden % described.heads and "head_dim" not in shape:
+        raise UsageError(
+            f"{path}: hidden_size {described.hidden} is not a multiple of num_attention_heads {described.heads}."
+        )
+    return described
 
 
 def _common(f: Fields) -> dict[str, Any]:

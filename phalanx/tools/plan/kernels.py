@@ -158,7 +158,7 @@ def _precisions(n: int, k: int, precision: str, *, where_it_pays: bool, experts:
     if not where_it_pays:
         return precision, precision, precision
     pays = n >= FP8_OUTPUTS, k >= FP8_OUTPUTS, n * k >= FP8_WEIGHT * (n + k)
-    first, second, third = ("fp8" if each and not experts else "bf16" for each in pays)
+    first, second, third = ("fp8" if in_fp8 and not experts else "bf16" for in_fp8 in pays)
     return first, second, third
 
 
@@ -172,26 +172,29 @@ def _feed_forward(model: ModelShape, *, mixture: bool) -> tuple[int, int]:
 def _products(model: ModelShape, tokens: int, tp: int, *, mixture: bool) -> list[tuple[int, int, int, int]]:
     """Return (m, n, k, count) of the matrix products of one layer's linear layers."""
     hidden, ffn, up = model.hidden, model.ffn, 2 if model.gated_mlp else 1
-    found = [
+    products = [
         (tokens, (model.attention_width + 2 * model.kv_width) // tp, hidden, 1),
         (tokens, hidden, model.attention_width // tp, 1),
     ]
     if not mixture:
         ffn = _feed_forward(model, mixture=False)[0]
-        return [*found, (tokens, up * ffn // tp, hidden, 1), (tokens, hidden, ffn // tp, 1)]
-    found += [(tokens, model.experts, hidden, 1)]
+        return [*products, (tokens, up * ffn // tp, hidden, 1), (tokens, hidden, ffn // tp, 1)]
+    products += [(tokens, model.experts, hidden, 1)]
     if model.shared_experts:
         ffn *= model.shared_experts
-        found += [(tokens, up * ffn // tp, hidden, 1), (tokens, hidden, ffn // tp, 1)]
-    return found
+        products += [(tokens, up * ffn // tp, hidden, 1), (tokens, hidden, ffn // tp, 1)]
+    return products
 
 
 def _expert_products(model: ModelShape, tokens: int, tp: int, ep: int) -> list[tuple[int, int, int, int]]:
     """Return those of a mixture layer's experts, which are not linear layers."""
-    held = max(1, model.experts // ep)
-    each = max(1, tokens * ep * model.active_experts // model.experts)
+    experts_here = max(1, model.experts // ep)
+    tokens_each = max(1, tokens * ep * model.active_experts // model.experts)
     up, ffn = 2 if model.gated_mlp else 1, model.ffn
-    return [(each, up * ffn // tp, model.hidden, held), (each, model.hidden, max(1, ffn // tp), held)]
+    return [
+        (tokens_each, up * ffn // tp, model.hidden, experts_here),
+        (tokens_each, model.hidden, max(1, ffn // tp), experts_here),
+    ]
 
 
 def _attention(

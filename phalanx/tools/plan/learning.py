@@ -58,7 +58,9 @@ class RunComparison(NamedTuple):
 
     def factor(self, name: str) -> float | None:
         """Return measured / predicted of a component that was compared."""
-        return next((each.factor for each in self.components if each.name == name and each.predicted), None)
+        return next(
+            (component.factor for component in self.components if component.name == name and component.predicted), None
+        )
 
 
 class RecordedJob(NamedTuple):
@@ -89,10 +91,10 @@ def job_of(started: Mapping[str, Any]) -> RecordedJob | None:
     return RecordedJob(shape, layout, gpus_per_node, config.optimizer, config.compile)
 
 
-def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], found: Account) -> RunComparison | None:
+def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], ledger: Account) -> RunComparison | None:
     """Return predicted and measured figures of a run; None where its events do not describe it."""
     job, logged = job_of(started), list(steps)
-    if job is None or not found.steady_throughput or not logged:
+    if job is None or not ledger.steady_throughput or not logged:
         return None
     shape, layout, device = job.shape, job.layout, started["job"]["gpu"]
     last = logged[-1]
@@ -111,7 +113,7 @@ def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], foun
         compile=job.compile,
     )
     layout = dataclasses.replace(layout, kernels=kernels_of(goal))
-    components = _components(Estimator(shape, cluster, goal), layout, logged, found, on_gpu=bool(device))
+    components = _components(Estimator(shape, cluster, goal), layout, logged, ledger, on_gpu=bool(device))
     return RunComparison(str(cluster.gpu), tuple(components))
 
 
@@ -121,36 +123,39 @@ def _gpu(device: str, memory_gib: float) -> str:
         return presets.gpu("measured").name
     if not device:
         return "cpu"
-    known = presets.gpu_of_device(device, memory_gib)
-    if known is None:
+    entry = presets.gpu_of_device(device, memory_gib)
+    if entry is None:
         raise UsageError(f"the planner does not know the GPU '{device}'", hint="Run there: phalanx bench machine")
-    return known.name
+    return entry.name
 
 
 def _components(
-    estimator: Estimator, layout: Layout, logged: list[Mapping[str, Any]], found: Account, *, on_gpu: bool
+    estimator: Estimator, layout: Layout, logged: list[Mapping[str, Any]], ledger: Account, *, on_gpu: bool
 ) -> Iterable[Component]:
     estimate, goal = estimator(layout), estimator.goal
-    step = goal.global_batch / found.steady_throughput
+    step = goal.global_batch / ledger.steady_throughput
     yield Component("step", "s", estimate.step_seconds, step)
     exposed = sum(seconds for part, seconds in estimate.breakdown.items() if part.endswith("_comm"))
-    if found.communication_is_counted and layout.gpus > 1:
-        waited = found.seconds["communication"] / max(1, found.steps)
+    if ledger.communication_is_counted and layout.gpus > 1:
+        waited = ledger.seconds["communication"] / max(1, ledger.steps)
         yield Component("exposed communication", "s", exposed, waited)
         yield Component("computation", "s", estimate.step_seconds - exposed, step - waited)
     rate = estimate.tokens_per_second_per_gpu
     yield Component("tokens/s per GPU", "", rate, rate * estimate.step_seconds / step)
-    if found.steady_mfu is not None:
-        yield Component("MFU", "%", 100 * estimate.mfu, 100 * found.steady_mfu)
+    if ledger.steady_mfu is not None:
+        yield Component("MFU", "%", 100 * estimate.mfu, 100 * ledger.steady_mfu)
     peak = max(float(event.get("memory_bytes") or 0) for event in logged) / GIB
     if on_gpu and peak:  # on the CPU it would be that of the whole process
         yield Component("memory", "GiB", estimate.peak_gib, peak)
     yield Component(
-        "data wait", "s", estimate.breakdown.get("data", 0.0), found.seconds.get("data_wait", 0.0) / max(1, found.steps)
+        "data wait",
+        "s",
+        estimate.breakdown.get("data", 0.0),
+        ledger.seconds.get("data_wait", 0.0) / max(1, ledger.steps),
     )
     effective = reliability_of(estimator, layout)["effective"]
-    began = sum(found.seconds.get(name, 0.0) for name in ("import", "startup", "first_steps", "compile"))
-    useful = found.seconds.get("productive", 0.0) / max(1e-9, found.total - began)
+    began = sum(ledger.seconds.get(name, 0.0) for name in ("import", "startup", "first_steps", "compile"))
+    useful = ledger.seconds.get("productive", 0.0) / max(1e-9, ledger.total - began)
     yield Component("goodput after start-up", "%", 100 * effective, 100 * useful)
 
 
@@ -159,13 +164,16 @@ def keep_factors(comparison: RunComparison, run: str) -> dict[str, Any]:
     before = presets.measured("factors").get(comparison.gpu, {})
     compute = comparison.factor("computation") or comparison.factor("step") or 1.0
     links = comparison.factor("exposed communication") or 1.0
-    memory = next((each.measured - each.predicted for each in comparison.components if each.name == "memory"), 0.0)
-    kept = {
+    memory = next(
+        (component.measured - component.predicted for component in comparison.components if component.name == "memory"),
+        0.0,
+    )
+    factors = {
         "kernels": round(before.get("kernels", 1.0) * compute, 4),
         "links": round(before.get("links", 1.0) * links, 4),
         "memory_gib": round(before.get("memory_gib", 0.0) + memory, 3),
         "run": run,
         "date": date.today().isoformat(),
     }
-    presets.keep_measured({"factors": {comparison.gpu: kept}})
-    return kept
+    presets.keep_measured({"factors": {comparison.gpu: factors}})
+    return factors

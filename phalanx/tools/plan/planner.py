@@ -17,12 +17,12 @@ from phalanx.tools.plan.kernels import FP8
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import TIME_PARTS, Candidate, Estimate, Goal, Layout, Plan, budget_of, repeated_share
 from phalanx.tools.plan.rules import USUAL, accepted, length, settings_of, usual_rate
-from phalanx.tools.plan.search import HEADROOM, Constraints, Found, host_gib, search, simplest
+from phalanx.tools.plan.search import HEADROOM, Candidates, Constraints, host_gib, search, simplest
 
 
-def binding(best: Estimate, layout: Layout, found: Found, estimator: Estimator) -> str:
+def binding(best: Estimate, layout: Layout, candidates: Candidates, estimator: Estimator) -> str:
     """Return in words what limits the chosen layout."""
-    faster = [(estimator.time(other).seconds, needed, other) for needed, other in found.too_large[:200]]
+    faster = [(estimator.time(other).seconds, needed, other) for needed, other in candidates.too_large[:200]]
     faster = [entry for entry in faster if entry[0] < 0.98 * best.step_seconds]
     lost = {part: seconds for part, seconds in best.breakdown.items() if part not in ("compute", "variation")}
     part = max(lost, key=lambda key: lost[key])
@@ -70,11 +70,11 @@ def sensitivity(
         ("20% less bandwidth within a machine", gpu, _slower(machine.intra), machine.inter),
         ("20% less bandwidth between machines", gpu, machine.intra, _slower(machine.inter)),
     ]
-    found = []
+    rows = []
     for words, device, intra, inter in changes:
         estimator.machine = replace(machine, gpu=device, intra=intra, inter=inter)
-        found.append((words, estimator.time(layout).seconds / base - 1))
-    return found
+        rows.append((words, estimator.time(layout).seconds / base - 1))
+    return rows
 
 
 def _slower(link: Link) -> Link:
@@ -125,18 +125,18 @@ def make_plan(
     check_modes(machines, goal, has_budget=limits.memory or budget_of(limits.recompute or "") is not None)
     if goal.global_batch > MAX_BATCH:
         raise UsageError(f"a global batch of {goal.global_batch}: plan for {MAX_BATCH:,} or less.")
-    found = search(shape, machines, goal, limits)
-    layout = simplest(found)
+    candidates = search(shape, machines, goal, limits)
+    layout = simplest(candidates)
     common: dict[str, Any] = {
         "model": shape,
         "cluster": machines,
         "goal": goal,
-        "searched": found.searched,
-        "refused": tuple(found.refused.most_common(SHOWN_REASONS)),
+        "searched": candidates.searched,
+        "refused": tuple(candidates.refused.most_common(SHOWN_REASONS)),
         "assumptions": assumptions(shape, machines, goal, layout),
     }
     if layout is None:
-        return Plan(best=None, smallest_change=smallest_change(shape, machines, goal, limits, found), **common)
+        return Plan(best=None, smallest_change=smallest_change(shape, machines, goal, limits, candidates), **common)
     estimator = Estimator(shape, machines, goal)
     best = estimator(layout)
     accepted(layout, goal, machines)  # what is printed as a command must start
@@ -144,8 +144,8 @@ def make_plan(
     spent = cost(best, reliability, shape, machines, goal)
     return Plan(
         best=Candidate(layout, best),
-        runners_up=_runners_up(found, layout, best, estimator),
-        binding=binding(best, layout, found, estimator),
+        runners_up=_runners_up(candidates, layout, best, estimator),
+        binding=binding(best, layout, candidates, estimator),
         batch=batch_words(layout, goal),
         doubt=doubt_words(shape, goal),
         cost=spent,
@@ -186,13 +186,13 @@ def _check_cluster(cluster: Cluster) -> None:
         )
 
 
-def _runners_up(found: Found, chosen: Layout, best: Estimate, estimator: Estimator) -> tuple[Candidate, ...]:
+def _runners_up(candidates: Candidates, chosen: Layout, best: Estimate, estimator: Estimator) -> tuple[Candidate, ...]:
     """Return the best layout of each of the next five combinations of axes and sharding."""
-    seen, others = {_kind(chosen)}, list[Candidate]()
-    for _, layout in found.fitting:
-        if _kind(layout) in seen or len(others) == RUNNERS_UP:
+    kinds, others = {_kind(chosen)}, list[Candidate]()
+    for _, layout in candidates.fitting:
+        if _kind(layout) in kinds or len(others) == RUNNERS_UP:
             continue
-        seen.add(_kind(layout))
+        kinds.add(_kind(layout))
         estimate = estimator(layout)
         reason = why_lost(layout, estimate, best, estimator.cluster)
         others.append(Candidate(layout, estimate, reason))
@@ -215,9 +215,9 @@ def cost(
         return {}
     steps = tokens / per_step
     seconds = steps * best.step_seconds / reliability["effective"]
-    found = {"steps": steps, "days": seconds / DAY, "gpu_hours": seconds / HOUR * cluster.gpus}
+    totals = {"steps": steps, "days": seconds / DAY, "gpu_hours": seconds / HOUR * cluster.gpus}
     price = cluster.price_per_gpu_hour
-    return found if price is None else {**found, "money": found["gpu_hours"] * price}
+    return totals if price is None else {**totals, "money": totals["gpu_hours"] * price}
 
 
 def reliability_of(estimator: Estimator, layout: Layout) -> dict[str, float]:
@@ -274,15 +274,15 @@ def assumptions(
 
 
 def smallest_change(
-    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints, found: Found
+    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints, candidates: Candidates
 ) -> tuple[str, ...]:
     """Return the changes that would let a layout fit, each found by another search."""
     batch = -(-goal.global_batch // cluster.gpus) * cluster.gpus
-    if not found.too_large and search(model, cluster, replace(goal, global_batch=batch), limits).fitting:
+    if not candidates.too_large and search(model, cluster, replace(goal, global_batch=batch), limits).fitting:
         return (f"a global batch of {batch} instead of {goal.global_batch}",)
     changes = []
-    if found.too_large:
-        needed, layout = found.too_large[0]
+    if candidates.too_large:
+        needed, layout = candidates.too_large[0]
         have = presets.parts_of(cluster)[0].memory_gib
         changes.append(f"the smallest layout, {layout.title}, needs {needed:.1f} GiB per GPU of {have:.1f}")
     open_limits = replace(limits, micro_batch=None, recompute=None, zero_stage=None, strategy=None)
@@ -299,7 +299,7 @@ def smallest_change(
             shorter //= 2
         if shorter >= 128 and not model.patches:
             changes.append(f"sequences of {shorter} tokens instead of {goal.seq_len}")
-    if len(changes) == bool(found.too_large):
+    if len(changes) == bool(candidates.too_large):
         largest = replace(cluster, gpu="b200", intra_node=None, inter_node=None)
         count = _enough_gpus(model, largest, goal, limits)
         both = "" if count is None else f"; {count} x b200 are"

@@ -124,8 +124,8 @@ class Layout:
             axes += [f"{kind}{shards}{copies}"] if self.gpus > 1 else []  # one GPU shards nothing, and offloads by fsdp
         more = [f"micro-batch {self.micro_batch}"]
         more += [self.schedule] if self.pp > 1 else []
-        kept = "activation " if budget_of(self.recompute) is not None else ""
-        more += [kept + self.recompute + " recomputation" * (not kept)] if self.recompute != "none" else []
+        prefix = "activation " if budget_of(self.recompute) is not None else ""
+        more += [prefix + self.recompute + " recomputation" * (not prefix)] if self.recompute != "none" else []
         more += ["states in host memory"] if self.offload != "none" else []
         more += [f"LoRA {self.lora_rank}"] if self.lora_rank else []
         return ", ".join([" ".join(axes) or "one GPU", *more])

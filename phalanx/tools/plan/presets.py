@@ -16,10 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.errors import UsageError, a_type, nearest, unknown_name
 from phalanx.host.files import replace_file
 from phalanx.recipes.imports import extend_path, is_import_path
 from phalanx.tools.plan.cluster import Cluster, Gpu, Instance, Link
+from phalanx.tools.plan.hf_config import read_config
 from phalanx.tools.plan.model import ModelShape, TracedShape
 
 _DATA = Path(__file__).parent / "data"
@@ -56,22 +57,22 @@ def _read_measured(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(f"{path} cannot be read: {error}", hint="Remove it, and measure again.") from None
-    if isinstance(found, dict):
-        return found
-    raise UsageError(f"{path} holds a {type(found).__name__}, not measurements", hint="Remove it, and measure again.")
+    if isinstance(content, dict):
+        return content
+    raise UsageError(f"{path} holds {a_type(content)}, not measurements", hint="Remove it, and measure again.")
 
 
 def keep_measured(parts: Mapping[str, Mapping[str, Any]], path: Path | None = None) -> Path:
     """Add entries to what was measured before; an entry of the same name is replaced."""
     path = path or measured_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = _read_measured(path)
+    content = _read_measured(path)
     for part, entries in parts.items():
-        kept[part] = {**kept.get(part, {}), **entries}
-    replace_file(path, json.dumps(kept, indent=1) + "\n")
+        content[part] = {**content.get(part, {}), **entries}
+    replace_file(path, json.dumps(content, indent=1) + "\n")
     return path
 
 
@@ -89,19 +90,17 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
         extend_path([str(Path.cwd())])
         return trace_import(text, example)
     if text.endswith(".json") or Path(text).is_dir() or "/" in text:
-        from phalanx.tools.plan.hf_config import read_config
-
         if not Path(text).exists():
             raise _no_model(text)
         return read_config(Path(text))
-    found, where, entry = _find("models", text)
-    own = {key: value for key, value in entry.items() if key not in TrainNames._fields}
-    if "parameters" in own:
-        return _make(TracedShape, found, where, own)
-    shape = _make(ModelShape, found, where, own)
+    preset, where, entry = _find("models", text)
+    fields_of_shape = {key: value for key, value in entry.items() if key not in TrainNames._fields}
+    if "parameters" in fields_of_shape:
+        return _make(TracedShape, preset, where, fields_of_shape)
+    shape = _make(ModelShape, preset, where, fields_of_shape)
     # `train` has a reference model for decoders of any size, and for a mixture that is a preset.
     ours = shape.causal and shape.outputs is None and (not shape.experts or "recipe" in entry)
-    return replace(shape, reference=own.get("reference", ours))
+    return replace(shape, reference=fields_of_shape.get("reference", ours))
 
 
 def _no_model(text: str) -> UsageError:
@@ -147,8 +146,8 @@ def of_recipe(recipe: str, preset: str | None) -> str | None:
 
 def train_names(name: str) -> TrainNames:
     """Return the recipe, preset and sequence length of a model preset; all None for a model that is not a preset."""
-    known = _entries("models")
-    entry = known.get(_plain("models", name), ("", {}))[1]
+    entries = _entries("models")
+    entry = entries.get(_plain("models", name), ("", {}))[1]
     return TrainNames(*(entry.get(field) for field in TrainNames._fields))
 
 
@@ -161,21 +160,21 @@ def gpu_of_device(device: str, memory_gib: float) -> Gpu | None:
     """Return the GPU that the driver calls so (`NVIDIA A100-SXM4-80GB`); None for one without an entry."""
     words = device.lower().replace("-", " ").split()
     for name in (name for name in names("gpus") if "measured" not in name and name.split("-")[0] in words):
-        known = gpu(name)
-        if abs(known.memory_gib / memory_gib - 1) < 0.08 and ("pcie" in words) == ("pcie" in name):
-            return known
+        entry = gpu(name)
+        if abs(entry.memory_gib / memory_gib - 1) < 0.08 and ("pcie" in words) == ("pcie" in name):
+            return entry
     return None
 
 
 def link(name: str) -> Link:
     """Return a link by name."""
-    found, where, entry = _find("links", _measured_name("links", name))
-    made = _make(Link, found, where, {**entry, "curve": ()})
+    preset, where, entry = _find("links", _measured_name("links", name))
+    entry_link = _make(Link, preset, where, {**entry, "curve": ()})
     curve = tuple((float(size), float(share)) for size, share in entry.get("curve", ()))
     if not curve:  # a slower link reaches the same share of its bandwidth with messages that are smaller by as much
         shape = link(MEASURED_LINK)
-        curve = tuple((size * made.gbps / shape.gbps, share) for size, share in shape.curve)
-    return replace(made, curve=curve)
+        curve = tuple((size * entry_link.gbps / shape.gbps, share) for size, share in shape.curve)
+    return replace(entry_link, curve=curve)
 
 
 def instance(name: str, prices: str | Path | None = None) -> Instance:
@@ -193,24 +192,24 @@ def cluster(text: str) -> Cluster:
         return Cluster(gpu=name, gpus=count, name=text)
     if _plain("instances", name) in _entries("instances"):
         return replace(of_instances(name, count), name=text)
-    known = {*names("gpus"), *names("instances")}
-    raise UsageError(unknown_name("GPU or instance type", name, known), hint="Write 64xh100, or 8xp5.48xlarge.")
+    allowed = {*names("gpus"), *names("instances")}
+    raise UsageError(unknown_name("GPU or instance type", name, allowed), hint="Write 64xh100, or 8xp5.48xlarge.")
 
 
 def of_instances(name: str, nodes: int, prices: str | Path | None = None) -> Cluster:
     """Return a cluster of machines of one instance type."""
-    found = instance(name, prices)
+    machine = instance(name, prices)
     return Cluster(
-        gpu=found.gpu,
-        gpus=nodes * found.gpus,
-        gpus_per_node=found.gpus,
-        inter_node=found.inter_node,
-        inter_node_gbps=found.network_gbps,
-        topology=found.topology,
-        host_memory_gib=found.host_memory_gib,
-        price_per_gpu_hour=None if found.price is None else found.price / found.gpus,
-        instance=found.name,
-        name=found.name,
+        gpu=machine.gpu,
+        gpus=nodes * machine.gpus,
+        gpus_per_node=machine.gpus,
+        inter_node=machine.inter_node,
+        inter_node_gbps=machine.network_gbps,
+        topology=machine.topology,
+        host_memory_gib=machine.host_memory_gib,
+        price_per_gpu_hour=None if machine.price is None else machine.price / machine.gpus,
+        instance=machine.name,
+        name=machine.name,
     )
 
 
@@ -218,24 +217,24 @@ def usual_instance(name: str, prices: str | Path | None = None) -> Instance | No
     """Return the first instance type with a GPU, whose price stands for that GPU where no other is given."""
     plain = _plain("gpus", name)
     with_it = (key for key, (_, entry) in _entries("instances", prices).items() if entry.get("gpu") == plain)
-    found = next(with_it, None)
-    return None if found is None else instance(found, prices)
+    machine = next(with_it, None)
+    return None if machine is None else instance(machine, prices)
 
 
-def parts_of(given: Cluster) -> tuple[Gpu, Link, Link]:
+def parts_of(cluster_given: Cluster) -> tuple[Gpu, Link, Link]:
     """Return the GPU, the link within a machine, and the link between machines with its share per GPU."""
-    device = gpu(given.gpu) if isinstance(given.gpu, str) else given.gpu
-    inside = given.intra_node or device.intra_node
-    between = given.inter_node or device.inter_node
+    device = gpu(cluster_given.gpu) if isinstance(cluster_given.gpu, str) else cluster_given.gpu
+    inside = cluster_given.intra_node or device.intra_node
+    between = cluster_given.inter_node or device.inter_node
     inside = link(inside) if isinstance(inside, str) else inside
     between = link(between) if isinstance(between, str) else between
-    sharing = min(given.gpus_per_node, given.gpus)
-    if given.inter_node_gbps is not None:
-        between = replace(between, gbps=between.reach * given.inter_node_gbps / 8 / sharing)
+    sharing = min(cluster_given.gpus_per_node, cluster_given.gpus)
+    if cluster_given.inter_node_gbps is not None:
+        between = replace(between, gbps=between.reach * cluster_given.inter_node_gbps / 8 / sharing)
     elif between.per_machine:
         between = replace(between, gbps=between.gbps / sharing)
-    if given.oversubscription > 1:
-        between = replace(between, gbps=between.gbps / given.oversubscription)
+    if cluster_given.oversubscription > 1:
+        between = replace(between, gbps=between.gbps / cluster_given.oversubscription)
     learned = measured("factors").get(device.name)
     return _learned(device, inside, between, learned) if learned else (device, inside, between)
 
@@ -262,10 +261,10 @@ def names(kind: str) -> list[str]:
 def _measured_name(kind: str, name: str) -> str:
     if name != "measured":
         return name
-    known = measured(kind)
-    if known:
-        here = [key for key in known if key.endswith(f"measured:{socket.gethostname()}")]
-        return here[-1] if here else list(known)[-1]
+    measured_names = measured(kind)
+    if measured_names:
+        here = [key for key in measured_names if key.endswith(f"measured:{socket.gethostname()}")]
+        return here[-1] if here else list(measured_names)[-1]
     raise UsageError(f"no {_WORDS[kind]} has been measured here", hint="Run: phalanx bench machine")
 
 
@@ -285,10 +284,10 @@ def _aliases(kind: str) -> dict[str, str]:
 
 def _find(kind: str, name: str, more: str | Path | None = None) -> tuple[str, str, dict[str, Any]]:
     """Return the name, the file and the values of an entry."""
-    known, plain = _entries(kind, more), _plain(kind, name)
-    if plain not in known:
-        raise UsageError(unknown_name(_WORDS[kind], name, {*known, *_aliases(kind)}), hint=_hint(kind))
-    return plain, *known[plain]
+    entries, plain = _entries(kind, more), _plain(kind, name)
+    if plain not in entries:
+        raise UsageError(unknown_name(_WORDS[kind], name, {*entries, *_aliases(kind)}), hint=_hint(kind))
+    return plain, *entries[plain]
 
 
 def _hint(kind: str) -> str:
@@ -300,8 +299,12 @@ def _hint(kind: str) -> str:
 def _entries(kind: str, more: str | Path | None = None) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return the entries of a kind by name, each with the file that changed it last."""
     merged: dict[str, tuple[str, dict[str, Any]]] = {}
-    own = config_folder() / f"{kind}.toml"
-    files = [_DATA / f"{kind}.toml", *([own] if own.is_file() else []), *([Path(more)] if more is not None else [])]
+    users_file = config_folder() / f"{kind}.toml"
+    files = [
+        _DATA / f"{kind}.toml",
+        *([users_file] if users_file.is_file() else []),
+        *([Path(more)] if more is not None else []),
+    ]
     for path in files:
         for name, entry in _read(path, path.stat().st_mtime_ns if path.exists() else 0).items():
             merged[name.lower()] = (str(path), {**merged.get(name.lower(), ("", {}))[1], **entry})
@@ -326,10 +329,12 @@ def _read(path: Path, changed: int) -> dict[str, dict[str, Any]]:
 def _make(kind: type[_Made], name: str, where: str, entry: dict[str, Any]) -> _Made:
     """Return the data class of an entry; an unknown, missing or wrong value is named with its file."""
     entry = {key: value for key, value in entry.items() if key != "aliases"}
-    known = {field.name: field for field in fields(kind)}
-    if unknown := [key for key in entry if key not in known]:
-        raise UsageError(f"{where}: [{name}]: " + unknown_name("key", unknown[0], known))
-    needed = [key for key, field in known.items() if field.default is MISSING and field.default_factory is MISSING]
+    fields_of_kind = {field.name: field for field in fields(kind)}
+    if unknown := [key for key in entry if key not in fields_of_kind]:
+        raise UsageError(f"{where}: [{name}]: " + unknown_name("key", unknown[0], fields_of_kind))
+    needed = [
+        key for key, field in fields_of_kind.items() if field.default is MISSING and field.default_factory is MISSING
+    ]
     if missing := [key for key in needed if key != "name" and key not in entry]:
         raise UsageError(f"{where}: [{name}] lacks {', '.join(missing)}")
     hints = get_type_hints(kind)

@@ -108,12 +108,12 @@ def _input_copies(model: ModelShape, width: int, compiled: bool, lora: bool) -> 
 
 def _feed_bytes(model: ModelShape, tp: int, width: int, lora: bool) -> float:
     """Return what the feed-forward part keeps between its products: GELU in and out; SwiGLU gate, SiLU, up, product."""
-    kept = width * _feed_values(model, 4)
+    saved = width * _feed_values(model, 4)
     if model.experts:  # rows are copied for each of their experts and both of its products, and the router's input
-        kept += width * model.hidden * (2 + model.active_experts)
+        saved += width * model.hidden * (2 + model.active_experts)
     if lora:  # the last product is frozen and keeps no input
-        kept *= 0.75 if model.gated_mlp else 0.5
-    return kept / tp
+        saved *= 0.75 if model.gated_mlp else 0.5
+    return saved / tp
 
 
 def _product_outputs(model: ModelShape, tp: int, width: int, *, lora: bool) -> float:
@@ -134,7 +134,7 @@ def working_bytes(model: ModelShape, tp: int, *, half: bool) -> float:
 class PerToken(NamedTuple):
     """Bytes per token on one rank, of a layer that is divided by tp."""
 
-    kept: float
+    saved: float
     """Per layer."""
     working: float
     """What the backward pass of one layer needs besides."""
@@ -160,16 +160,16 @@ def per_token(
     whole_logits: bool = False,
 ) -> PerToken:
     """Return what torch keeps of Phalanx's models; `whole_logits`: tensor-parallel ranks gather them (pipelines)."""
-    kept, plain = (
+    saved, plain = (
         torch_layer_bytes(model, tp, half=half, recompute=kind, compiled=compiled, residual=residual, lora=lora)
         for kind in (recompute, "none")
     )
-    again = 0.0 if recompute == "none" else plain - kept
+    again = 0.0 if recompute == "none" else plain - saved
     last = (SINGLE / tp + (HALF if half else SINGLE)) * model.hidden
     split = 1 if whole_logits else tp
     loss = LOGITS["compiled" if compiled else "split" if split > 1 else "half" if half else "fp32"]
     working, logits = working_bytes(model, tp, half=half), _logits(model, seq_len, split, loss)
-    return PerToken(kept, again + working, last, logits, again + _output_gradients(model, tp, half=half))
+    return PerToken(saved, again + working, last, logits, again + _output_gradients(model, tp, half=half))
 
 
 def _output_gradients(model: ModelShape, tp: int, *, half: bool) -> float:
@@ -184,12 +184,12 @@ def published_per_token(
     model: ModelShape, seq_len: int, tp: int, recompute: str, *, sequence_parallel: bool, width: int
 ) -> PerToken:
     """Return what Megatron-LM keeps."""
-    kept, plain = (
+    saved, plain = (
         published_layer_bytes(model, seq_len, tp, sequence_parallel=sequence_parallel, recompute=kind, width=width)
         for kind in (recompute, "none")
     )
     again = plain if recompute == "full" else 0.0
-    return PerToken(kept, again, 0.0, _logits(model, seq_len, tp, LOGITS["published"]))
+    return PerToken(saved, again, 0.0, _logits(model, seq_len, tp, LOGITS["published"]))
 
 
 def _logits(model: ModelShape, seq_len: int, tp: int, sizes: tuple[int, ...]) -> tuple[float, ...]:
@@ -223,11 +223,13 @@ def chunked_head(
     width, table = HALF if half else SINGLE, model.vocab * model.hidden
     chunk = max(1, CHUNK_LOGITS // model.vocab // CHUNK_TOKENS) * CHUNK_TOKENS
     several, logits = tokens > chunk, min(tokens, chunk) * model.vocab
-    each = width + (fp8 if kernel else 12 if half else 8)
-    held = min(tokens * model.vocab, HELD_LOGITS) * (fp8 and kernel)
+    per_logit = width + (fp8 if kernel else 12 if half else 8)
+    held_logits = min(tokens * model.vocab, HELD_LOGITS) * (fp8 and kernel)
     product = 0 if kernel and half else width + SINGLE * half  # of one chunk, and in fp32; CUDA adds it up in place
     sums = SINGLE * (several or (kernel and half))
-    forward = held + max(logits * each + table * SINGLE * several, logits * width + table * (product + sums))
+    forward = held_logits + max(
+        logits * per_logit + table * SINGLE * several, logits * width + table * (product + sums)
+    )
     copies = norm + (width if norm != width else 0)
     return HeadBytes(
         forward + (width + 2 * fp8) * table + tokens * model.hidden * copies,

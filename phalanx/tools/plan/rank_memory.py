@@ -72,12 +72,12 @@ def rank_memory(
     on_gpu = not gpu.name.startswith("cpu")
     case = _Case(layout, goal, micro_batches, published=published, reference=reference, on_gpu=on_gpu)
     find = partial(_transformer, model, case.facts(model)) if isinstance(model, ModelShape) else partial(_traced, model)
-    found, cut = {}, _cut(model, layout, case)
+    by_rank, cut = {}, _cut(model, layout, case)
     for name, rank in pipeline_ranks(cut, layout.pp, layout.virtual_stages, layout.schedule, micro_batches).items():
         parts = _at_peak(find(rank, case))
         parts["reserve"] = outside + FRAGMENTATION * sum(parts.values())
-        found[name] = {part: size / GIB for part, size in parts.items()}
-    return found
+        by_rank[name] = {part: size / GIB for part, size in parts.items()}
+    return by_rank
 
 
 def _cut(model: ModelShape | TracedShape, layout: Layout, case: _Case) -> StageLayers:
@@ -140,19 +140,19 @@ class _Case:
 
     def model_states(self, plain: float, experts: float, adapters: float) -> tuple[float, float, float]:
         """Return bytes of parameters, gradients and optimizer states; a rank has its experts whole, or shares them."""
-        found = []
+        states = []
         for size, first in zip(self.states, (3, 2, 1), strict=True):
             ranks = self.shards if self.stage >= first else 1
             trained = adapters / ranks if self.lora else plain / ranks + experts / max(ranks, self.layout.ep)
-            found.append(size * trained)
+            states.append(size * trained)
         if self.lora:
             ranks = self.shards if self.stage >= 3 else 1
             frozen = SINGLE if self.goal.master_weights else self.width
-            found[0] += frozen * (plain / ranks + experts / max(ranks, self.layout.ep))
-        return (0.0, 0.0, 0.0) if self.layout.offload == "cpu" else (found[0], found[1], found[2])
+            states[0] += frozen * (plain / ranks + experts / max(ranks, self.layout.ep))
+        return (0.0, 0.0, 0.0) if self.layout.offload == "cpu" else (states[0], states[1], states[2])
 
 
-class _Held(NamedTuple):
+class _HeldBytes(NamedTuple):
     """Bytes of one rank."""
 
     states: tuple[float, float, float]
@@ -173,23 +173,23 @@ class _Held(NamedTuple):
     """For communication: while the loss is computed, beside a layer's backward pass, and at the end."""
 
 
-def _at_peak(held: _Held) -> dict[str, float]:
+def _at_peak(memory: _HeldBytes) -> dict[str, float]:
     """Return the parts at the moment when their sum is highest."""
-    loss, layer, end = held.buffers
-    (cached, saved), head = held.casts, held.logits
+    loss, layer, end = memory.buffers
+    (cached, saved), head = memory.casts, memory.logits
     moments = {  # model states, activations, logits, buffers
-        "end of forward": (held.base, held.activations + cached, head.forward, loss),
-        "start of backward": (held.base, held.activations + saved, head.backward, loss),
-        "backward of a late layer": (held.base, held.activations + saved + held.working, head.layers, layer),
-        "backward of the first": (held.end, held.working, 0.0, layer),
-        "end of backward": (held.end, held.shared, 0.0, end),
+        "end of forward": (memory.base, memory.activations + cached, head.forward, loss),
+        "start of backward": (memory.base, memory.activations + saved, head.backward, loss),
+        "backward of a late layer": (memory.base, memory.activations + saved + memory.working, head.layers, layer),
+        "backward of the first": (memory.end, memory.working, 0.0, layer),
+        "end of backward": (memory.end, memory.shared, 0.0, end),
     }
     base, activations, logits, buffers = max(moments.values(), key=sum)
-    missing = sum(held.states) - base  # gradients that are not there yet: the others use their memory
+    missing = sum(memory.states) - base  # gradients that are not there yet: the others use their memory
     activations -= min(0.0, missing)
     overlap = max(0.0, min(missing, activations + logits))
     beyond = 1 - overlap / (activations + logits) if overlap else 1.0
-    parts = dict(zip(("parameters", "gradients", "optimizer"), held.states, strict=True))
+    parts = dict(zip(("parameters", "gradients", "optimizer"), memory.states, strict=True))
     parts["activations"], parts["logits"] = beyond * activations, beyond * logits
     parts["communication"] = WORKSPACE + max(0.0, buffers - max(0.0, missing - overlap))
     return parts
@@ -204,14 +204,14 @@ def _over_the_step(
     the whole weights in half precision, which it frees during backward.
     """
     size, ranks = SINGLE if case.goal.master_weights else case.width, case.shards
-    held = sum(states)
+    total = sum(states)
     if case.published or case.layout.offload == "cpu" or (case.sharded and case.stage < 3 and case.lora):
-        return held, held
+        return total, total
     if not case.sharded or case.stage == 3:
-        found = size * trained / (ranks if case.sharded else 1)
+        gradients = size * trained / (ranks if case.sharded else 1)
         if case.sharded and case.layout.pp > 1:  # they are whole until the end, and counted as buffers
-            return held - found, held - found
-        return held - (0.0 if case.gradients_stay else found), held
+            return total - gradients, total - gradients
+        return total - (0.0 if case.gradients_stay else gradients), total
     shards = sum(case.states) * trained / ranks
     base = case.width * whole + shards - size * trained / ranks
     if case.gradients_stay:  # torch's pipeline does not reduce them before the last micro-batch
@@ -219,9 +219,9 @@ def _over_the_step(
     return base, shards
 
 
-def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Case) -> _Held:
+def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Case) -> _HeldBytes:
     layout, here = case.layout, facts.counts
-    tokens, each = layout.micro_batch * facts.seq_len / layout.cp, facts.per_token
+    tokens, bytes_each = layout.micro_batch * facts.seq_len / layout.cp, facts.per_token
     root = rank.embeds * here.embedding + rank.computes_loss * here.head
     tied = model.tied_embeddings and model.outputs is None and rank.computes_loss
     if tied and not rank.embeds:
@@ -229,28 +229,30 @@ def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Ca
     plain, experts = rank.layers * here.layer + root, rank.layers * here.experts
     adapters = rank.layers * here.adapters * (layout.lora_rank or 0)
     states, whole = case.model_states(plain, experts, adapters), plain + experts / layout.ep
-    flights, pending = max(rank.moments, key=lambda held: held[0] * each.kept + held[1] * each.pending)
+    flights, pending = max(
+        rank.moments, key=lambda moment: moment[0] * bytes_each.saved + moment[1] * bytes_each.pending
+    )
     loss = tokens * rank.computes_loss
-    head = _head(model, case, each, loss, flights)
-    return _Held(
+    head = _head(model, case, bytes_each, loss, flights)
+    return _HeldBytes(
         states,
         *_over_the_step(case, states, adapters if case.lora else whole, whole),
         _embedding_gradient(case, rank, here.table, tied=tied, in_place=case.half and not case.chunks),
-        tokens * rank.layers * (flights * each.kept + pending * each.pending) + loss * each.last,
+        tokens * rank.layers * (flights * bytes_each.saved + pending * bytes_each.pending) + loss * bytes_each.last,
         _casts(case, flights, pending, whole - root, rank.computes_loss * here.table * (not case.chunks)),
         head,
-        tokens * each.working,
+        tokens * bytes_each.working,
         _buffers(case, whole, here.layer, root, tokens * _moved(model, case, rank)),
     )
 
 
-def _head(model: ModelShape, case: _Case, each: PerToken, tokens: float, flights: float) -> HeadBytes:
+def _head(model: ModelShape, case: _Case, bytes_each: PerToken, tokens: float, flights: float) -> HeadBytes:
     """Return what output matrix and loss of the tokens need; none without tokens."""
     if case.chunks:
         width = HALF if case.half and case.sharded else SINGLE
         kinds = {"half": case.half, "fp8": case.goal.precision == "fp8", "kernel": case.on_gpu}
         return chunked_head(model, tokens, norm=width, gradient=width, **kinds)
-    forward, backward, waiting = (tokens * size for size in each.logits)
+    forward, backward, waiting = (tokens * size for size in bytes_each.logits)
     waiting *= flights - 1 if case.layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
     return HeadBytes(forward + waiting, backward + waiting)
 
@@ -293,10 +295,10 @@ def _casts(case: _Case, flights: float, pending: float, layers: float, table: fl
         return 0.0, 0.0
     budget = budget_of(case.layout.recompute)
     share = float(case.layout.recompute == "none") if budget is None else budget
-    kept = HALF * (table + layers * (share * flights + (1 - share) * pending))
+    copies = HALF * (table + layers * (share * flights + (1 - share) * pending))
     if case.layout.recompute == "none" or case.lora or case.goal.compile:
-        return kept, kept
-    return max(kept, HALF * (table + layers)), kept
+        return copies, copies
+    return max(copies, HALF * (table + layers)), copies
 
 
 def _buffers(case: _Case, whole: float, layer: float, root: float, moved: float) -> tuple[float, float, float]:
@@ -318,17 +320,17 @@ def _buffers(case: _Case, whole: float, layer: float, root: float, moved: float)
     return moved + gathered * root, moved + beside, moved + reduced * (root + layer)
 
 
-def _traced(model: TracedShape, rank: PipelineRank, case: _Case) -> _Held:
+def _traced(model: TracedShape, rank: PipelineRank, case: _Case) -> _HeldBytes:
     """Return the memory of a module that was traced in half precision: in fp32 its activations are twice as large."""
     layout = case.layout
     share, samples = rank.layers / model.blocks, layout.micro_batch * (1 if case.half else 2)
-    kept, block = model.activation_bytes_per_sample, model.activation_bytes_per_sample / model.blocks
+    saved, block = model.activation_bytes_per_sample, model.activation_bytes_per_sample / model.blocks
     working = model.output_bytes_per_sample
     if layout.recompute != "none":
         budget, inputs = budget_of(layout.recompute), model.block_boundary_bytes_per_sample
-        more = 0.5 * kept if layout.recompute == "selective" else 0.0  # products are kept
-        more = more if budget is None else budget * max(0.0, kept - inputs)
-        kept, working = inputs + more, working + (1 - (budget or 0.0)) * block
+        more = 0.5 * saved if layout.recompute == "selective" else 0.0  # products are kept
+        more = more if budget is None else budget * max(0.0, saved - inputs)
+        saved, working = inputs + more, working + (1 - (budget or 0.0)) * block
     parameters = model.parameters * share
     trained = model.trainable * share
     states = list(case.model_states(trained, 0.0, 0.0))
@@ -336,13 +338,13 @@ def _traced(model: TracedShape, rank: PipelineRank, case: _Case) -> _Held:
         frozen = SINGLE if case.goal.master_weights else case.width
         states[0] += frozen * (parameters - trained) / (case.shards if case.stage >= 3 else 1)
         states[0] += SINGLE * model.buffers
-    held = (states[0], states[1], states[2])
+    states_held = (states[0], states[1], states[2])
     block_parameters = float(model.largest_block_parameters)
-    return _Held(
-        held,
-        *_over_the_step(case, held, trained, parameters),
+    return _HeldBytes(
+        states_held,
+        *_over_the_step(case, states_held, trained, parameters),
         0.0,
-        samples * kept * share * rank.moments[0][0],
+        samples * saved * share * rank.moments[0][0],
         _casts(case, *rank.moments[0], parameters, 0.0),
         HeadBytes(0.0, 0.0),
         samples * working,

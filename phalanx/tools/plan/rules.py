@@ -51,29 +51,29 @@ ADAPTER_RATE = 2e-4
 
 def settings_of(layout: Layout, goal: Goal, cluster: Cluster) -> dict[str, Any]:
     """Return the settings of `phalanx train` for a layout; most with their default value are left out."""
-    found: dict[str, Any] = {**_resources(cluster), **_sharding(layout, goal)}
+    settings: dict[str, Any] = {**_resources(cluster), **_sharding(layout, goal)}
     count = layout.accumulation(goal.global_batch)
     if layout.pp > 1:  # a batch is cut into micro-batches by the pipeline, and makes one step
-        found |= {"pipeline_parallel": layout.pp, "pipeline_schedule": layout.schedule, "microbatches": count}
-        found["batch_size"] = layout.micro_batch * count
+        settings |= {"pipeline_parallel": layout.pp, "pipeline_schedule": layout.schedule, "microbatches": count}
+        settings["batch_size"] = layout.micro_batch * count
     else:
-        found["batch_size"] = layout.micro_batch
+        settings["batch_size"] = layout.micro_batch
         if count > 1:
-            found["gradient_accumulation_steps"] = count
+            settings["gradient_accumulation_steps"] = count
     axes = {"tensor_parallel": layout.tp, "context_parallel": layout.cp, "expert_parallel": layout.ep}
-    found |= {axis: size for axis, size in axes.items() if size > 1}
-    found["mixed_precision"] = goal.precision if goal.precision != "fp32" else False  # recipes have bf16 on GPUs
+    settings |= {axis: size for axis, size in axes.items() if size > 1}
+    settings["mixed_precision"] = goal.precision if goal.precision != "fp32" else False  # recipes have bf16 on GPUs
     if layout.recompute != "none":
-        found["activation_checkpointing"] = layout.recompute
+        settings["activation_checkpointing"] = layout.recompute
     if layout.offload != "none":
-        found["offload"] = layout.offload
+        settings["offload"] = layout.offload
     if layout.lora_rank is not None:
-        found["lora_rank"] = layout.lora_rank
+        settings["lora_rank"] = layout.lora_rank
     if goal.compile:
-        found["compile"] = True
+        settings["compile"] = True
     if goal.optimizer != "adamw":
-        found["optimizer"] = goal.optimizer
-    return found
+        settings["optimizer"] = goal.optimizer
+    return settings
 
 
 def usual_rate(model: ModelShape | TracedShape, goal: Goal, layout: Layout) -> dict[str, float]:
@@ -142,15 +142,15 @@ def _sharding(layout: Layout, goal: Goal) -> dict[str, Any]:
         return {"strategy": "fsdp", "sharding": "hybrid-grad-op", "shard_size": 1}
     if stage == 0:
         return {"strategy": "ddp"}
-    found: dict[str, Any] = {"strategy": "fsdp"}
+    settings: dict[str, Any] = {"strategy": "fsdp"}
     kind = ZERO_SHARDING[stage]
     if layout.dp_replicate > 1 and layout.ep == 1:
-        found |= {"sharding": HYBRID[kind], "shard_size": layout.dp_shard}
+        settings |= {"sharding": HYBRID[kind], "shard_size": layout.dp_shard}
     elif kind != "full":
-        found["sharding"] = kind
+        settings["sharding"] = kind
     if stage > 1 and layout.pp == 1 and layout.accumulation(goal.global_batch) > 1:
-        found["zero_stage"] = stage
-    return found
+        settings["zero_stage"] = stage
+    return settings
 
 
 def accepted(layout: Layout, goal: Goal, cluster: Cluster) -> DistributedConfig:
@@ -178,10 +178,10 @@ def _reasons(model: ModelShape | TracedShape, layout: Layout, goal: Goal, cluste
     yield from _settings(settings_of(layout, goal, cluster), cluster)
 
 
-def _settings(given: dict[str, Any], cluster: Cluster) -> Iterator[str]:
+def _settings(values: dict[str, Any], cluster: Cluster) -> Iterator[str]:
     """Ask the rules between settings, and those of the mesh."""
     settings = Settings.__new__(Settings)  # the class has the defaults: a thousand checked configs would take seconds
-    settings.__dict__.update(given)
+    settings.__dict__.update(values)
     for rule in _RULES:
         yield from (text for _, text in rule.check(settings))
     try:

@@ -52,10 +52,10 @@ class Constraints:
         """Refuse unknown names."""
         if self.recompute is not None:
             check_recompute(self.recompute)
-        for name, known in (("strategy", SEARCHED), ("offload", ("none", "cpu"))):
+        for name, allowed in (("strategy", SEARCHED), ("offload", ("none", "cpu"))):
             value = getattr(self, name)
-            if value is not None and value not in known:
-                raise UsageError(unknown_name(name, value, known))
+            if value is not None and value not in allowed:
+                raise UsageError(unknown_name(name, value, allowed))
 
     @property
     def recomputations(self) -> tuple[tuple[str, ...], ...]:
@@ -66,7 +66,7 @@ class Constraints:
 
 
 @dataclass
-class Found:
+class Candidates:
     """What a search found."""
 
     searched: int = 0
@@ -77,10 +77,10 @@ class Found:
     refused: Counter[str] = field(default_factory=Counter)
 
 
-def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> Found:
+def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> Candidates:
     """Estimate every candidate; offload to host memory is tried where nothing else fits."""
-    estimator, found = Estimator(model, cluster, goal), Found()
-    layouts = list(_candidates(model, cluster, goal, limits, found.refused))
+    estimator, candidates = Estimator(model, cluster, goal), Candidates()
+    layouts = list(_candidates(model, cluster, goal, limits, candidates.refused))
     offloads = ("none", "cpu") if limits.offload is None else (limits.offload,)
     groups = limits.recomputations if _has_blocks(model) else (("none",),)
     for offload, kinds in ((offload, kinds) for offload in offloads for kinds in groups):
@@ -88,12 +88,12 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
             if (layout.offload == "cpu" != offload) or (offload == "cpu" and not can_offload(layout, model, cluster)):
                 continue
             for kind in kinds if not layout.keeps_stages_whole else {"none"}.intersection(kinds):  # see config.pairs
-                _judge(estimator, replace(layout, offload=offload, recompute=kind), found)
-        if found.fitting:
+                _judge(estimator, replace(layout, offload=offload, recompute=kind), candidates)
+        if candidates.fitting:
             break
-    found.fitting.sort(key=lambda pair: pair[0])
-    found.too_large.sort(key=lambda pair: pair[0])
-    return found
+    candidates.fitting.sort(key=lambda pair: pair[0])
+    candidates.too_large.sort(key=lambda pair: pair[0])
+    return candidates
 
 
 def can_offload(layout: Layout, model: ModelShape | TracedShape, cluster: Cluster) -> bool:
@@ -107,22 +107,22 @@ def host_gib(model: ModelShape | TracedShape, cluster: Cluster) -> float:
     return 16 * model.parameters / 2**30 / cluster.nodes
 
 
-def _judge(estimator: Estimator, layout: Layout, found: Found) -> None:
-    found.searched += 1
+def _judge(estimator: Estimator, layout: Layout, candidates: Candidates) -> None:
+    candidates.searched += 1
     needed = estimator.needed_gib(layout)
     if needed > HEADROOM * estimator.gpu.memory_gib:
-        found.too_large.append((needed, layout))
+        candidates.too_large.append((needed, layout))
     else:
-        found.fitting.append((estimator.time(layout).seconds, layout))
+        candidates.fitting.append((estimator.time(layout).seconds, layout))
 
 
-def simplest(found: Found) -> Layout | None:
+def simplest(candidates: Candidates) -> Layout | None:
     """Return the fastest layout, or one with fewer axes that is about as fast."""
-    if not found.fitting:
+    if not candidates.fitting:
         return None
-    needed = _axis_gain(found.fitting[0][1].gpus)
-    fewest = _axes(min(found.fitting, key=lambda pair: pair[0] * (1 + needed) ** _axes(pair[1]))[1])
-    near = [pair for pair in found.fitting if _axes(pair[1]) == fewest]
+    needed = _axis_gain(candidates.fitting[0][1].gpus)
+    fewest = _axes(min(candidates.fitting, key=lambda pair: pair[0] * (1 + needed) ** _axes(pair[1]))[1])
+    near = [pair for pair in candidates.fitting if _axes(pair[1]) == fewest]
     for count, slower in ((_sharding, ALIKE), (lambda layout: layout.recompute != "none", EQUAL)):
         near = [pair for pair in near if pair[0] <= slower * near[0][0]]
         fewest = min(count(layout) for _, layout in near)

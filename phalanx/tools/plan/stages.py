@@ -36,11 +36,11 @@ def held_passes(
     Pending: their gradient of the input is computed and that of the weights is not yet, which zero-bubble leaves for
     the end of the step. Rank i of p then holds p + i of its half micro-batches, of which 2i + 1 are pending.
     """
-    kept = in_flight(schedule, ranks, virtual_stages, index, micro_batches)
+    passes = in_flight(schedule, ranks, virtual_stages, index, micro_batches)
     if schedule != "zero-bubble" or ranks == 1:
-        return ((kept, 0.0),)
+        return ((passes, 0.0),)
     halves = 2 * micro_batches
-    return (kept, 0.5), (min(halves, ranks + index) / 2, min(halves, 2 * index + 1) / 2)
+    return (passes, 0.5), (min(halves, ranks + index) / 2, min(halves, 2 * index + 1) / 2)
 
 
 class StageLayers(NamedTuple):
@@ -59,9 +59,9 @@ def train_cut(model: ModelShape, stages: int) -> StageLayers:
     best: tuple[tuple[float, float], StageLayers] | None = None
     for first in range(most + 1):
         for last in range(most + 1) if stages > 2 else (model.layers - first,):
-            each, more = divmod(model.layers - first - last, stages - 2) if stages > 2 else (0, 0)
-            middle, ends = each + (more > 0), (here.embedding + first * layer, here.table + last * layer)
-            squares = more * (each + 1) ** 2 + (stages - 2 - more) * each**2
+            per_stage, more = divmod(model.layers - first - last, stages - 2) if stages > 2 else (0, 0)
+            middle, ends = per_stage + (more > 0), (here.embedding + first * layer, here.table + last * layer)
+            squares = more * (per_stage + 1) ** 2 + (stages - 2 - more) * per_stage**2
             cost = max(*ends, middle * layer), ends[0] ** 2 + ends[1] ** 2 + squares * layer**2
             if best is None or cost < best[0]:
                 best = cost, StageLayers(first, middle, last)
@@ -110,7 +110,7 @@ def pipeline_ranks(
     """Return the kinds of rank; each holds `virtual` stages."""
     if pp == 1:
         return {"all": PipelineRank(cut.first)}
-    held, folded = rank_layers(cut, virtual, schedule)
+    layers_of, folded = rank_layers(cut, virtual, schedule)
     return {
         name: PipelineRank(
             layers,
@@ -119,6 +119,8 @@ def pipeline_ranks(
             computes_loss=index == (0 if folded else pp - 1),
             receives=2 * virtual - (index == 0) - (index == (0 if folded else pp - 1)),
         )
-        for name, index, layers in zip(("first stage", "middle stage", "last stage"), (0, 1, pp - 1), held, strict=True)
+        for name, index, layers in zip(
+            ("first stage", "middle stage", "last stage"), (0, 1, pp - 1), layers_of, strict=True
+        )
         if pp > 2 or name != "middle stage"
     }

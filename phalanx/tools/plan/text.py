@@ -54,15 +54,15 @@ class Section:
 
     def text(self) -> str:
         """Return the section for a terminal."""
-        found = [self.title]
+        lines = [self.title]
         for bar in self.bars:
             label = f"{bar.label:<12} " if bar.label else ""
-            shown = {name: 100 * part / bar.whole for name, part in bar.parts.items()} if bar.shares else bar.parts
-            found.append(f"  {label}{draw_bar(bar.parts, bar.whole)} {bar.caption}".rstrip())
-            found.append(f"  {' ' * len(label)}{legend(shown, '%' * bar.shares)}")
-        found += [table(self.rows, "  ")] if self.rows else []
-        found += [textwrap.indent(self.code, "  ")] if self.code else []
-        return "\n".join([*found, *self.lines])
+            parts = {name: 100 * part / bar.whole for name, part in bar.parts.items()} if bar.shares else bar.parts
+            lines.append(f"  {label}{draw_bar(bar.parts, bar.whole)} {bar.caption}".rstrip())
+            lines.append(f"  {' ' * len(label)}{legend(parts, '%' * bar.shares)}")
+        lines += [table(self.rows, "  ")] if self.rows else []
+        lines += [textwrap.indent(self.code, "  ")] if self.code else []
+        return "\n".join([*lines, *self.lines])
 
 
 def plan_text(plan: Plan, subject: str) -> str:
@@ -80,11 +80,11 @@ def sections(plan: Plan, subject: str) -> Iterator[Section]:
         yield Section("what is missing, and the smallest changes with which a layout fits", lines=changes)
         yield from [why_not] if refused else []
         return
-    found = plan.best.estimate
+    estimate = plan.best.estimate
     yield Section(f"{_subject(plan)}: fits", [row for row in _verdict(plan) if row[1]])
-    yield Section(f"memory per GPU, of {found.memory_limit_gib:.1f} GiB", bars=list(_memory(plan)))
-    step = PartsBar(found.breakdown, found.step_seconds, "s", shares=True)
-    yield Section(f"time of a step, {seconds(found.step_seconds)}", bars=[step], lines=list(_beside(plan)))
+    yield Section(f"memory per GPU, of {estimate.memory_limit_gib:.1f} GiB", bars=list(_memory(plan)))
+    step = PartsBar(estimate.breakdown, estimate.step_seconds, "s", shares=True)
+    yield Section(f"time of a step, {seconds(estimate.step_seconds)}", bars=[step], lines=list(_beside(plan)))
     if plan.runners_up:
         yield Section(f"runners-up of {plan.searched:,} layouts, and why each lost", list(_others(plan)))
     yield from [why_not] if refused else []
@@ -125,19 +125,19 @@ def gpu_name(plan: Plan) -> str:
 
 def _verdict(plan: Plan) -> Iterator[tuple[str, str]]:
     assert plan.best is not None
-    found = plan.best.estimate
-    low, high = found.interval
+    estimate = plan.best.estimate
+    low, high = estimate.interval
     unit = "samples" if isinstance(plan.model, TracedShape) or plan.model.patches else "tokens"
-    speed = f"{found.tokens_per_second_per_gpu:,.0f} {unit}/s per GPU"
+    speed = f"{estimate.tokens_per_second_per_gpu:,.0f} {unit}/s per GPU"
     yield "layout", plan.best.layout.title
-    yield "step", f"{seconds(found.step_seconds)}, {speed}"
+    yield "step", f"{seconds(estimate.step_seconds)}, {speed}"
     guess = "" if gpu_name(plan).split("-")[0] in FITTED else f"; constants of {gpu_name(plan)} are assumed"
     yield (
         "",
         f"[{seconds(low)} to {seconds(high)} by the errors on 9 in 10 published runs that it was fitted to{guess}]",
     )
-    by_parameters = f" ({found.mfu_of_parameters:.1%} by 6 x parameters x tokens)" if unit == "tokens" else ""
-    yield "", f"MFU {found.mfu:.1%}{by_parameters}, HFU {found.hfu:.1%}{_same_hfu(plan)}"
+    by_parameters = f" ({estimate.mfu_of_parameters:.1%} by 6 x parameters x tokens)" if unit == "tokens" else ""
+    yield "", f"MFU {estimate.mfu:.1%}{by_parameters}, HFU {estimate.hfu:.1%}{_same_hfu(plan)}"
     yield "", f"[{_MFU}]"
     yield "batch", plan.batch
     yield "", plan.doubt
@@ -168,9 +168,9 @@ def cost_words(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> Iterator[PartsBar]:
     assert plan.best is not None
-    found = plan.best.estimate
-    limit = found.memory_limit_gib
-    for kind, parts in found.bars.items():
+    estimate = plan.best.estimate
+    limit = estimate.memory_limit_gib
+    for kind, parts in estimate.bars.items():
         used = sum(parts.values())
         yield PartsBar(parts, limit, "GiB", f"{used:.1f} GiB, {limit - used:.1f} free", kind)
 
@@ -198,8 +198,8 @@ def draw_bar(parts: Mapping[str, float], whole: float) -> str:
 
 def legend(parts: Mapping[str, float], unit: str = "") -> str:
     """Return the parts that are not 0, each with the character of the bar."""
-    shown = zip(_glyphs(), parts.items(), strict=False)
-    return "  ".join(f"{glyph} {words(name)} {part:.1f}{unit}" for glyph, (name, part) in shown if part >= 0.05)
+    glyphs = zip(_glyphs(), parts.items(), strict=False)
+    return "  ".join(f"{glyph} {words(name)} {part:.1f}{unit}" for glyph, (name, part) in glyphs if part >= 0.05)
 
 
 def _glyphs() -> str:
@@ -218,19 +218,19 @@ def _others(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 def beside_words(plan: Plan) -> str:
     """Return what takes time beside the steps: checkpoints, and data where loading them is slower than a step."""
-    found = plan.reliability
-    share = found["checkpoint_seconds"] / found["checkpoint_interval_seconds"]
+    reliability = plan.reliability
+    share = reliability["checkpoint_seconds"] / reliability["checkpoint_interval_seconds"]
     samples = f"{plan.goal.global_batch:,} samples per step"
     return f"checkpoints {share:.2%} of the time; data must be loaded as fast ({samples})"
 
 
 def reliability_words(plan: Plan) -> str:
     """Return how often the job fails, how often it saves, and how much of its time is training."""
-    found = plan.reliability
-    stall, interval = seconds(found["checkpoint_seconds"]), seconds(found["checkpoint_interval_seconds"])
+    reliability = plan.reliability
+    stall, interval = seconds(reliability["checkpoint_seconds"]), seconds(reliability["checkpoint_interval_seconds"])
     return (
-        f"{found['failures_per_day']:.2g} failures a day, a checkpoint every {interval} (each stalls {stall}), "
-        f"{found['effective']:.1%} of the time is training"
+        f"{reliability['failures_per_day']:.2g} failures a day, a checkpoint every {interval} (each stalls {stall}), "
+        f"{reliability['effective']:.1%} of the time is training"
     )
 
 

@@ -109,9 +109,9 @@ def step_time(model: ModelShape | TracedShape, machine: Machine, layout: Layout,
         step.parts["pipeline_comm"] = count * _pipeline_seconds(model, machine, layout, goal)
     if layout.pp > 1:
         step.parts["bubble"] = _bubble(layout, count, stage.seconds)
-    held, trained = parameters_per_rank(model, layout)
-    _add_data_axis(step, held, trained, machine, layout, goal, stage, count)
-    _add_optimizer(step, held, trained, machine, layout, count)
+    parameters, trained = parameters_per_rank(model, layout)
+    _add_data_axis(step, parameters, trained, machine, layout, goal, stage, count)
+    _add_optimizer(step, parameters, trained, machine, layout, count)
     slowest = VARIATION * math.sqrt(2 * math.log(layout.gpus)) if layout.gpus > 1 else 0.0
     step.parts["variation"] = slowest * step.seconds
     return step
@@ -134,9 +134,9 @@ class _Stage:
 
     def paced(self, others: float, last: float) -> _Stage:
         """Return the longest stage without the output layer, and by how much the one with it takes longer."""
-        each, factor = self.seconds / self.layers, others / self.layers
+        per_layer, factor = self.seconds / self.layers, others / self.layers
         parts = {name: factor * seconds for name, seconds in self.parts.items()}
-        waits = max(0.0, last * each + self.head - others * each)
+        waits = max(0.0, last * per_layer + self.head - others * per_layer)
         return _Stage(max(1, round(others)), parts, factor * self.forward, factor * self.backward, waits)
 
     def add(self, number: int, forward: float, backward: float, again: float) -> None:
@@ -188,9 +188,9 @@ def _cut(model: ModelShape, layout: Layout) -> tuple[float, float]:
     stages = layout.pp * layout.virtual_stages
     cut = train_cut(model, stages)
     average = (model.layers - cut.first - cut.last) / max(1, stages - 2)  # few ranks have two of the longest stages
-    held, folded = rank_layers(cut, layout.virtual_stages, layout.schedule, average)
-    others = (held.last if folded else held.first, held.middle if layout.pp > 2 else 0.0)
-    return max(others), held.first if folded else held.last
+    layers, folded = rank_layers(cut, layout.virtual_stages, layout.schedule, average)
+    others = (layers.last if folded else layers.first, layers.middle if layout.pp > 2 else 0.0)
+    return max(others), layers.first if folded else layers.last
 
 
 def _traced_stage(model: TracedShape, machine: Machine, layout: Layout, goal: Goal) -> _Stage:
@@ -262,14 +262,21 @@ def parameters_per_rank(model: ModelShape | TracedShape, layout: Layout) -> tupl
     if isinstance(model, TracedShape):
         return model.parameters / split, model.trainable / split
     experts = model.mixture_layers * model.expert_parameters
-    held = (model.parameters - experts) / split + experts / (split * layout.ep)
+    parameters = (model.parameters - experts) / split + experts / (split * layout.ep)
     if layout.lora_rank is None:
-        return held, held
-    return held, layout.lora_rank * model.layers * counts(model).adapters / split
+        return parameters, parameters
+    return parameters, layout.lora_rank * model.layers * counts(model).adapters / split
 
 
 def _add_data_axis(
-    step: StepTime, held: float, trained: float, machine: Machine, layout: Layout, goal: Goal, stage: _Stage, count: int
+    step: StepTime,
+    parameters: float,
+    trained: float,
+    machine: Machine,
+    layout: Layout,
+    goal: Goal,
+    stage: _Stage,
+    count: int,
 ) -> None:
     """Add what the data axis communicates: gathered parameters, and gradients."""
     width, reduced = (4 if goal.precision == "fp32" else 2), goal.bytes_reduced(layout)
@@ -279,7 +286,7 @@ def _add_data_axis(
     spent = hidden = 0.0
     if shards.size > 1:
         layers = stage.layers
-        gather = layers * machine.time("all_gather", held * width / layers, shards)
+        gather = layers * machine.time("all_gather", parameters * width / layers, shards)
         scatter = layers * machine.time("reduce_scatter", trained * reduced / layers, shards)
         spent, hidden = _sharded(layout, gather, scatter, stage, count)
     if copies.size > 1:
@@ -299,8 +306,8 @@ def _sharded(layout: Layout, gather: float, scatter: float, stage: _Stage, count
     """
     pipeline = layout.pp > 1
     if layout.stage == 3:
-        each = gather if pipeline else 2 * gather + scatter
-        spent, hidden = _beside(stage.seconds + stage.head, each)
+        communication = gather if pipeline else 2 * gather + scatter
+        spent, hidden = _beside(stage.seconds + stage.head, communication)
         return count * spent + (scatter if pipeline else 0.0), count * hidden
     times = count if layout.stage == 2 and not pipeline else 1
     spent, hidden = _beside(stage.backward, scatter)
@@ -314,14 +321,16 @@ def _beside(compute: float, communication: float) -> tuple[float, float]:
     return communication - hidden, hidden
 
 
-def _add_optimizer(step: StepTime, held: float, trained: float, machine: Machine, layout: Layout, count: int) -> None:
+def _add_optimizer(
+    step: StepTime, parameters: float, trained: float, machine: Machine, layout: Layout, count: int
+) -> None:
     """Add the optimizer's step; with states in host memory the copies of each micro-batch, too."""
     shards = layout.dp_shard * layout.cp if layout.stage else 1
-    own = trained / shards
+    shard = trained / shards
     if layout.offload == "none":
-        step.parts["optimizer"] = traffic_seconds(machine.gpu, own * OPTIMIZER_BYTES)
+        step.parts["optimizer"] = traffic_seconds(machine.gpu, shard * OPTIMIZER_BYTES)
         return
     per_rank = HOST_UPDATE_GBPS * 1e9 / machine.gpus_per_node
-    step.parts["optimizer"] = own * OPTIMIZER_BYTES / per_rank
-    weights = 2 * 4 * held / shards  # fp32 shards are copied for forward and for backward
-    step.parts["offload"] = count * (weights + 4 * own) / (PCIE_GBPS * 1e9)
+    step.parts["optimizer"] = shard * OPTIMIZER_BYTES / per_rank
+    weights = 2 * 4 * parameters / shards  # fp32 shards are copied for forward and for backward
+    step.parts["offload"] = count * (weights + 4 * shard) / (PCIE_GBPS * 1e9)

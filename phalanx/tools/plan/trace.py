@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx import torch_compat
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.recipes.imports import call_with, load_import
 from phalanx.tools.plan.hf_config import shape_of
 from phalanx.tools.plan.model import ModelShape, TracedShape
@@ -51,7 +51,7 @@ def trace_import(
     except Exception as error:  # a constructor of the user may fail in any way
         raise _blocked(f"model '{path}' cannot be built on the meta device", error) from error
     if not isinstance(module, nn.Module):
-        raise UsageError(f"model '{path}' gives a {type(module).__name__}, not a torch.nn.Module")
+        raise UsageError(f"model '{path}' gives {a_type(module)}, not a torch.nn.Module")
     return trace_module(module, example, name=path.rpartition(":")[2])
 
 
@@ -62,25 +62,25 @@ def trace_module(module: nn.Module, example: Example = None, *, name: str = "") 
     a tuple of tensors. Without it the module's `example_inputs()` is used, or the usual input of its first layer.
     """
     name = name or type(module).__name__
-    known = shape_of(module, name)
-    if known is not None and known.parameters == _size(module):
-        return known
+    shape = shape_of(module, name)
+    if shape is not None and shape.parameters == _size(module):
+        return shape
     inputs, described = _inputs(module, example)
     blocks: dict[str, nn.Module] = load_import("phalanx.strategies.tensors:find_blocks", "blocks")(module)
-    found = _run(module, inputs, blocks, f"{name} cannot be traced with an input of {described}")
+    trace = _run(module, inputs, blocks, f"{name} cannot be traced with an input of {described}")
     samples = len(inputs[0])
     parameters = list(module.parameters())
     return TracedShape(
         name=name,
-        parameters=sum(each.numel() for each in parameters),
-        trainable=sum(each.numel() for each in parameters if each.requires_grad),
-        forward_flops_per_sample=found.flops / samples,
-        activation_bytes_per_sample=found.saved / samples,
-        traffic_bytes_per_sample=found.traffic / samples,
-        output_bytes_per_sample=found.output / samples,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        forward_flops_per_sample=trace.flops / samples,
+        activation_bytes_per_sample=trace.saved / samples,
+        traffic_bytes_per_sample=trace.traffic / samples,
+        output_bytes_per_sample=trace.output / samples,
         blocks=max(1, len(blocks)),
         largest_block_parameters=max((_size(block) for block in blocks.values()), default=_size(module)),
-        block_boundary_bytes_per_sample=found.boundaries / samples,
+        block_boundary_bytes_per_sample=trace.boundaries / samples,
         buffers=sum(buffer.numel() for buffer in module.buffers()),
         supports=supports(module),
         example=described,
@@ -89,10 +89,10 @@ def trace_module(module: nn.Module, example: Example = None, *, name: str = "") 
 
 def supports(module: nn.Module) -> tuple[str, ...]:
     """Return the axes, besides those of data, that a module's own methods allow."""
-    found = [axis for axis, method in _METHODS.items() if callable(getattr(module, method, None))]
+    axes = [axis for axis, method in _METHODS.items() if callable(getattr(module, method, None))]
     if any(getattr(part, "ring_ready", False) for part in module.modules()):
-        found.append("context")
-    return tuple(found)
+        axes.append("context")
+    return tuple(axes)
 
 
 def _size(module: nn.Module) -> int:
@@ -106,7 +106,7 @@ def _half_bytes(tensor: Tensor, elements: int | None = None) -> int:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _key(tensor: Tensor) -> int:
@@ -117,20 +117,24 @@ def _key(tensor: Tensor) -> int:
 class _Traffic(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what each operation reads and writes per batch, besides parameters; views move nothing."""
 
-    def __init__(self, own: set[int]) -> None:
+    def __init__(self, parameters: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
-        self._own = own
+        self._parameters = parameters
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if not func.is_view and func.namespace == "aten":  # others ask for a device or a size
-            moved = {id(each): each for each in _tensors((args, kwargs, output)) if _key(each) not in self._own}
+            moved = {
+                id(tensor): tensor
+                for tensor in _tensors((args, kwargs, output))
+                if _key(tensor) not in self._parameters
+            }
             self.total += sum(map(_half_bytes, moved.values()))
         return output
 
 
-class _Found:
+class _Trace:
     """What one forward pass showed, in operations and bytes."""
 
     def __init__(self) -> None:
@@ -141,10 +145,10 @@ class _Found:
         self._storages: dict[int, Any] = {}
         self.saved = 0
 
-    def keep(self, tensor: Tensor, own: set[int]) -> Tensor:
+    def keep(self, tensor: Tensor, parameters: set[int]) -> Tensor:
         """Count a saved tensor, once for all tensors that share its memory; parameters do not count."""
         storage, key = tensor.untyped_storage(), _key(tensor)
-        if key not in own and key not in self._storages:
+        if key not in parameters and key not in self._storages:
             self._storages[key] = storage  # held, so that its number is not given to another
             self.saved += _half_bytes(tensor, storage.nbytes() // tensor.element_size())
         return tensor
@@ -154,10 +158,10 @@ class _Found:
         self.boundaries += sum(map(_half_bytes, _tensors(inputs)))
 
 
-def _run(module: nn.Module, inputs: tuple[Tensor, ...], blocks: Mapping[str, nn.Module], problem: str) -> _Found:
+def _run(module: nn.Module, inputs: tuple[Tensor, ...], blocks: Mapping[str, nn.Module], problem: str) -> _Trace:
     """Run forward on fake tensors in place of the parameters, and return what it needs."""
-    found, counter = _Found(), FlopCounterMode(display=False)
-    hooks = [block.register_forward_pre_hook(found.enter_block) for block in blocks.values()]
+    trace, counter = _Trace(), FlopCounterMode(display=False)
+    hooks = [block.register_forward_pre_hook(trace.enter_block) for block in blocks.values()]
     mode = torch_compat.fake_mode()
     log = logging.getLogger(type(mode).__module__)
     was_training, was_silent = module.training, log.disabled
@@ -165,12 +169,14 @@ def _run(module: nn.Module, inputs: tuple[Tensor, ...], blocks: Mapping[str, nn.
     try:
         with mode:
             state = _fake_state(module)
-            fakes = [torch.zeros_like(each, device="cpu") for each in inputs]
-            own = set(map(_key, state.values()))
-            traffic = _Traffic(own)
+            fakes = [torch.zeros_like(argument, device="cpu") for argument in inputs]
+            parameters = set(map(_key, state.values()))
+            traffic = _Traffic(parameters)
             with ExitStack() as stack:
                 stack.enter_context(_FakeAttributes(module))
-                stack.enter_context(saved_tensors_hooks(lambda tensor: found.keep(tensor, own), lambda tensor: tensor))
+                stack.enter_context(
+                    saved_tensors_hooks(lambda tensor: trace.keep(tensor, parameters), lambda tensor: tensor)
+                )
                 stack.enter_context(counter)
                 stack.enter_context(traffic)
                 output = functional_call(module.train(), state, tuple(fakes))
@@ -181,25 +187,25 @@ def _run(module: nn.Module, inputs: tuple[Tensor, ...], blocks: Mapping[str, nn.
         module.train(was_training)
         for hook in hooks:
             hook.remove()
-    found.flops, found.traffic = counter.get_total_flops(), traffic.total
-    found.output = sum(map(_half_bytes, _tensors(output)))
-    return found
+    trace.flops, trace.traffic = counter.get_total_flops(), traffic.total
+    trace.output = sum(map(_half_bytes, _tensors(output)))
+    return trace
 
 
 def _fake_state(module: nn.Module) -> dict[str, Tensor]:
     """Return fake tensors in place of parameters and buffers; called under a fake mode."""
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
-        found[name] = torch.empty_like(parameter, device="cpu").requires_grad_(parameter.requires_grad)
-    found |= {name: torch.empty_like(buffer, device="cpu") for name, buffer in module.named_buffers()}
-    return found
+        state[name] = torch.empty_like(parameter, device="cpu").requires_grad_(parameter.requires_grad)
+    state |= {name: torch.empty_like(buffer, device="cpu") for name, buffer in module.named_buffers()}
+    return state
 
 
 class _FakeAttributes:
     """Replaces tensors that a module holds as plain attributes; they are put back at the end."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._held = [
+        self._storages_held = [
             (part, name, value)
             for part in module.modules()
             for name, value in vars(part).items()
@@ -207,11 +213,11 @@ class _FakeAttributes:
         ]
 
     def __enter__(self) -> None:
-        for part, name, value in self._held:
+        for part, name, value in self._storages_held:
             setattr(part, name, torch.empty_like(value, device="cpu"))
 
     def __exit__(self, *_: object) -> None:
-        for part, name, value in self._held:
+        for part, name, value in self._storages_held:
             setattr(part, name, value)
 
 
@@ -220,11 +226,11 @@ def _inputs(module: nn.Module, example: Example) -> tuple[tuple[Tensor, ...], st
     if isinstance(example, Tensor):
         example = (example,)
     if isinstance(example, tuple) and example and isinstance(example[0], Tensor):
-        given = tuple(each for each in example if isinstance(each, Tensor))
-        return given, " and ".join("x".join(map(str, each.shape)) for each in given)
-    own = getattr(module, "example_inputs", None)
-    if example is None and callable(own):
-        return _inputs(module, tuple(each.repeat(_BATCH, *[1] * (each.ndim - 1)) for each in own()))
+        tensors = tuple(tensor for tensor in example if isinstance(tensor, Tensor))
+        return tensors, " and ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
+    make_inputs = getattr(module, "example_inputs", None)
+    if example is None and callable(make_inputs):
+        return _inputs(module, tuple(tensor.repeat(_BATCH, *[1] * (tensor.ndim - 1)) for tensor in make_inputs()))
     kind, sizes = _parse(example) if example is not None else _usual_input(module)
     if kind == "tokens" or (kind == "" and isinstance(_first_layer(module), nn.Embedding)):
         tokens = torch.empty(_BATCH, *sizes, dtype=torch.long, device="meta")
@@ -266,9 +272,9 @@ def _blocked(problem: str, error: Exception, more: str = "") -> UsageError:
     """Return the error that names the operation that failed, and the user's line that called it."""
     message = str(error).strip().splitlines()
     cause = f"{type(error).__name__}: {message[0]}" if message else type(error).__name__
-    place = _place(traceback.extract_tb(error.__traceback__))
+    caller = _place(traceback.extract_tb(error.__traceback__))
     return UsageError(
-        f"{problem}: {cause}{f' ({place})' if place else ''}",
+        f"{problem}: {cause}{f' ({caller})' if caller else ''}",
         hint=f"Modules are traced without values: building and calling them must not read any.{more}",
     )
 
@@ -276,5 +282,5 @@ def _blocked(problem: str, error: Exception, more: str = "") -> UsageError:
 def _place(frames: Iterable[traceback.FrameSummary]) -> str:
     """Return file, line and text of the innermost line outside torch and Phalanx."""
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-    own = [frame for frame in frames if not frame.filename.startswith(inside)]
-    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+    outside = [frame for frame in frames if not frame.filename.startswith(inside)]
+    return f"{outside[-1].filename}:{outside[-1].lineno}: {outside[-1].line}" if outside else ""

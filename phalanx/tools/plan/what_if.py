@@ -68,12 +68,20 @@ def rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
         if plan.best is None:
             yield name, "-", "-", "-", "-", "-", "nothing fits"
             continue
-        found = plan.best.estimate
-        relative = f"{found.step_seconds / first:.0%}" if first else "-"
+        estimate = plan.best.estimate
+        relative = f"{estimate.step_seconds / first:.0%}" if first else "-"
         cost = seconds(plan.cost["days"] * 86400) if "days" in plan.cost else "-"
         cost += f", ${plan.cost['money']:,.0f}" if plan.cost.get("money") is not None else ""
-        memory = f"{found.needed_gib:.1f}"
-        yield (name, seconds(found.step_seconds), relative, f"{found.mfu:.1%}", memory, cost, plan.best.layout.title)
+        memory = f"{estimate.needed_gib:.1f}"
+        yield (
+            name,
+            seconds(estimate.step_seconds),
+            relative,
+            f"{estimate.mfu:.1%}",
+            memory,
+            cost,
+            plan.best.layout.title,
+        )
 
 
 def answer(question: str, case: PlanCase, plan: Plan) -> Answer:
@@ -105,7 +113,7 @@ def _longest_sequence(case: PlanCase, plan: Plan, value: str) -> Answer:
     if plan.best is None or not isinstance(case.model, ModelShape) or case.model.patches:
         return Answer("longest sequence", "this model has no sequence, or nothing fits")
     others = [other.layout for other in (plan.best, *plan.runners_up)]
-    tried = {each.title: each for layout in others for each in _smaller(layout)}
+    tried = {smaller.title: smaller for layout in others for smaller in _smaller(layout)}
 
     def longest(layout: Layout) -> int:
         step = 128 * layout.cp
@@ -117,9 +125,9 @@ def _longest_sequence(case: PlanCase, plan: Plan, value: str) -> Answer:
 
     lengths = {name: longest(layout) for name, layout in tried.items()}
     best = max(lengths, key=lambda name: lengths[name])
-    own = lengths[replace(plan.best.layout, micro_batch=1).title]
+    planned = lengths[replace(plan.best.layout, micro_batch=1).title]
     return Answer(
-        "longest sequence", f"{own:,} tokens in the planned layout at micro-batch 1; {lengths[best]:,} with {best}"
+        "longest sequence", f"{planned:,} tokens in the planned layout at micro-batch 1; {lengths[best]:,} with {best}"
     )
 
 
@@ -144,16 +152,16 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 def _fewest_gpus(case: PlanCase, plan: Plan, value: str) -> Answer:
     """Halve the GPUs while a layout fits; double them where none does."""
-    found: list[tuple[str, Plan]] = [(_gpus(case.cluster.gpus), plan)]
+    plans: list[tuple[str, Plan]] = [(_gpus(case.cluster.gpus), plan)]
     gpus = case.cluster.gpus
     while (gpus := gpus // 2 if plan.fits else gpus * 2) >= 1 and gpus <= 1 << 16:
         other = replace(case, cluster=replace(case.cluster, gpus=gpus)).plan()
-        found.append((_gpus(gpus), other))
+        plans.append((_gpus(gpus), other))
         if other.fits != plan.fits:
             break
-    fitting = [name for name, each in found if each.fits]
+    fitting = [name for name, candidate in plans if candidate.fits]
     sentence = f"the fewest that fit, by halves and doubles: {fitting[-1]}" if fitting else "no number of GPUs fits"
-    return Answer("fewest GPUs", sentence, tuple(found))
+    return Answer("fewest GPUs", sentence, tuple(plans))
 
 
 def _gpus(count: int) -> str:
@@ -165,7 +173,9 @@ def _limited(question: str, changes: dict[str, dict[str, Any]]) -> Callable[[Pla
 
     def compare(case: PlanCase, plan: Plan, value: str) -> Answer:
         limits = {name: replace(case.limits, **change) for name, change in changes.items()}
-        return _variants(question, plan, {name: replace(case, limits=each) for name, each in limits.items()})
+        return _variants(
+            question, plan, {name: replace(case, limits=constraints) for name, constraints in limits.items()}
+        )
 
     return compare
 
@@ -183,9 +193,11 @@ def _fp8(case: PlanCase, plan: Plan, value: str) -> Answer:
 
 
 def _other_gpu(case: PlanCase, plan: Plan, value: str) -> Answer:
-    own = presets.parts_of(case.cluster)[0].name
+    gpu_name = presets.parts_of(case.cluster)[0].name
     names = (
-        [presets.gpu(value).name] if value else [name for name in ("a100-80", "h100", "h200", "b200") if name != own]
+        [presets.gpu(value).name]
+        if value
+        else [name for name in ("a100-80", "h100", "h200", "b200") if name != gpu_name]
     )
     return _variants("another GPU", plan, dict(_on_gpu(case, name) for name in names))
 

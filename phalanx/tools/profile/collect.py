@@ -44,7 +44,7 @@ class TraceExchange:
     def compare_clocks(self, when: str) -> None:
         """Compare this machine's clock with rank 0's; ranks of one machine have the same."""
         world, key = self._world, f"profile/{when}"
-        if world.store is None or world.env.on_one_machine:
+        if world.store is None or world.env.on_one_node:
             self.clocks.append(ClockReading(0, 0, 0))
         elif world.is_main:
             self.clocks.append(answer_clocks(world.store, key, self._others()))
@@ -54,15 +54,15 @@ class TraceExchange:
     def collect(self) -> None:
         """Send the main rank the traces that it does not find in the run's folder: machines may not share it."""
         store, rank = self._world.store, self._world.rank
-        if store is None or self._world.env.on_one_machine:
+        if store is None or self._world.env.on_one_node:
             return
         if self._plan.covers(rank) and rank:
             store.set(f"profile/size/{rank}", str(self.path(rank).stat().st_size if self.path(rank).exists() else 0))
         if self._world.is_main:
             sizes = {other: int(store.get(f"profile/size/{other}")) for other in self._others()}
-            found = {other: self.path(other) for other in sizes}
+            paths = {other: self.path(other) for other in sizes}
             missing = [
-                r for r, path in found.items() if sizes[r] and not (path.exists() and path.stat().st_size == sizes[r])
+                r for r, path in paths.items() if sizes[r] and not (path.exists() and path.stat().st_size == sizes[r])
             ]
             store.set("profile/missing", json.dumps(missing))
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -88,12 +88,12 @@ def answer_clocks(
 
 def compare_clock(store: dist.Store, key: str, rank: int, clock: Callable[[], int] = time.time_ns) -> ClockReading:
     """Ask rank 0 for its time, several times, and return the reading of the fastest round trip."""
-    found = []
+    readings = []
     for number in range(_ROUNDS):
         sent = clock()
         store.set(f"{key}/{rank}/{number}/ask", "")
         answer = int(store.get(f"{key}/{rank}/{number}/answer"))
         now = clock()
         middle = (sent + now) // 2
-        found.append(ClockReading(middle, answer - middle, now - sent))
-    return min(found, key=lambda reading: reading.round_trip)
+        readings.append(ClockReading(middle, answer - middle, now - sent))
+    return min(readings, key=lambda reading: reading.round_trip)

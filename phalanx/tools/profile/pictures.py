@@ -26,7 +26,7 @@ _IDS = 1 << 40
 """Room for the flow numbers of one rank: numbers of two ranks must differ."""
 
 
-def merge(folder: Path, found: Analysis) -> Path:
+def merge(folder: Path, analysis: Analysis) -> Path:
     """Write `trace.json.gz` beside the ranks' traces, event by event; return its path."""
     files = find_files(folder)
     origin = files[0].base_ns + 1000 * int(next(float(event["ts"]) for event in files[0].events() if "ts" in event))
@@ -34,14 +34,14 @@ def merge(folder: Path, found: Analysis) -> Path:
     with replacing(target) as file, gzip.open(file, "wt", compresslevel=3, encoding="utf-8") as packed:
         packed.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         before, encode = "", json.JSONEncoder(separators=(",", ":")).encode
-        for event in _events(files, origin, found):
+        for event in _events(files, origin, analysis):
             packed.write(before + encode(event))
             before = ",\n"
         packed.write("\n]}\n")
     return target
 
 
-def _events(files: list[RankFile], origin: int, found: Analysis) -> Iterator[dict[str, Any]]:
+def _events(files: list[RankFile], origin: int, analysis: Analysis) -> Iterator[dict[str, Any]]:
     for file in files:
         yield _named("process_name", file.rank, {"name": f"rank {file.rank} ({file.meta['host']})"})
         yield _named("process_sort_index", file.rank, {"sort_index": file.rank})
@@ -50,8 +50,8 @@ def _events(files: list[RankFile], origin: int, found: Analysis) -> Iterator[dic
                 yield _placed(event, file, origin)
     shift = (files[0].base_ns - origin) / 1e9
     number = len(files) * _IDS
-    for step in found.steps:
-        for link in find_links(found.timelines, step):
+    for step in analysis.steps:
+        for link in find_links(analysis.timelines, step):
             number += 1
             yield from _flow(link, step, number, shift)
 
@@ -73,9 +73,9 @@ def _placed(event: dict[str, Any], file: RankFile, origin: int) -> dict[str, Any
 def _flow(link: LinkedCall, step: int, number: int, shift: float) -> Iterator[dict[str, Any]]:
     """Yield the arrows of a collective, from the rank that entered first to the one that entered last."""
     ranks = sorted(link.spans, key=lambda rank: link.spans[rank][0])
-    for place, rank in enumerate(ranks):
+    for index, rank in enumerate(ranks):
         yield {
-            "ph": "s" if place == 0 else "f" if place == len(ranks) - 1 else "t",
+            "ph": "s" if index == 0 else "f" if index == len(ranks) - 1 else "t",
             "bp": "e",
             "cat": "collective",
             "name": f"{link.key} #{link.number} of step {step}",
@@ -96,14 +96,14 @@ _SMALLEST = 0.4
 """Pixels: shorter ranges would not be seen."""
 
 
-def draw(found: Analysis) -> str:
+def draw(analysis: Analysis) -> str:
     """Return the first steps of the first ranks as SVG."""
-    steps = found.steps[:_STEPS]
-    ranks = found.timelines[:_RANKS]
+    steps = analysis.steps[:_STEPS]
+    ranks = analysis.timelines[:_RANKS]
     begin = min(timeline.steps[steps[0]][0] for timeline in ranks)
     end = max(timeline.steps[steps[-1]][1] for timeline in ranks)
     scale = (_WIDTH - _LEFT - 10) / (end - begin)
-    rows = {timeline.rank: _TOP + place * _RANK for place, timeline in enumerate(ranks)}
+    rows = {timeline.rank: _TOP + index * _RANK for index, timeline in enumerate(ranks)}
 
     def x(time: float) -> float:
         return round(_LEFT + (time - begin) * scale, 2)

@@ -78,8 +78,8 @@ class RankFile:
 
 def find_files(folder: Path) -> list[RankFile]:
     """Return the traces of a folder by rank; empty where there are none."""
-    found = [(int(match[1]), path) for path in folder.glob("rank-*.json.gz") if (match := _NAME.fullmatch(path.name))]
-    return [RankFile.open(path) for _, path in sorted(found)]
+    paths = [(int(match[1]), path) for path in folder.glob("rank-*.json.gz") if (match := _NAME.fullmatch(path.name))]
+    return [RankFile.open(path) for _, path in sorted(paths)]
 
 
 def damaged(path: Path, error: object) -> UsageError:
@@ -99,10 +99,10 @@ def _header(path: Path) -> dict[str, Any]:
                 if not more:
                     raise ValueError("it has no traceEvents")
                 text += more
-        found: dict[str, Any] = json.loads(text.partition(_LIST)[0].rstrip().rstrip(",") + "}")
+        header: dict[str, Any] = json.loads(text.partition(_LIST)[0].rstrip().rstrip(",") + "}")
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise damaged(path, error) from None
-    return found
+    return header
 
 
 def _listed(file: Any, path: Path) -> Iterator[dict[str, Any]]:
@@ -110,18 +110,18 @@ def _listed(file: Any, path: Path) -> Iterator[dict[str, Any]]:
     text = ""
     while _LIST not in text:
         text += file.read(_CHUNK)
-    place = text.index("[", text.index(_LIST)) + 1
+    position = text.index("[", text.index(_LIST)) + 1
     while True:
-        place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]  # it matches nothing as well
-        if text[place : place + 1] == "]":
+        position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]  # it matches nothing as well
+        if text[position : position + 1] == "]":
             return
         try:
-            event, place = _DECODER.raw_decode(text, place)
+            event, position = _DECODER.raw_decode(text, position)
         except ValueError:
             more = file.read(_CHUNK)
             if not more:
                 raise damaged(path, "it ends within an event") from None
-            text, place = text[place:] + more, 0
+            text, position = text[position:] + more, 0
             continue
         yield event
 
@@ -141,24 +141,24 @@ def owners_at_peak(history: Iterable[tuple[int, int, str]]) -> MemoryOwners:
     """Replay allocations (address, bytes, owner) and frees (bytes below 0); return the owners at the peak."""
     live: dict[int, tuple[int, str]] = {}
     used = peak = 0
-    held: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    by_owner: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     best: dict[str, tuple[int, int]] = {}
     for address, nbytes, owner in history:
         if nbytes > 0:
             live[address] = (nbytes, owner)
             used += nbytes
-            held[owner][0] += nbytes
-            held[owner][1] += 1
+            by_owner[owner][0] += nbytes
+            by_owner[owner][1] += 1
         elif address in live:  # else it was allocated before recording began
             if used > peak:  # copied at the top only, not with each allocation on the way
-                peak, best = used, {name: (value[0], value[1]) for name, value in held.items()}
+                peak, best = used, {name: (value[0], value[1]) for name, value in by_owner.items()}
             size, name = live.pop(address)
             used -= size
-            held[name][0] -= size
-            held[name][1] -= 1
+            by_owner[name][0] -= size
+            by_owner[name][1] -= 1
     if used > peak:
-        peak, best = used, {name: (value[0], value[1]) for name, value in held.items()}
-    ranked = sorted(((name, *value) for name, value in best.items() if value[0]), key=lambda each: -each[1])
+        peak, best = used, {name: (value[0], value[1]) for name, value in by_owner.items()}
+    ranked = sorted(((name, *value) for name, value in best.items() if value[0]), key=lambda row: -row[1])
     return MemoryOwners(peak, ranked[:_SHOWN])
 
 
@@ -175,5 +175,5 @@ def top_owners(trace: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def _line(entry: dict[str, Any]) -> str:
     """Return the innermost Python line outside of torch, else the innermost one."""
     frames = [frame for frame in entry.get("frames", []) if str(frame.get("filename", "")).endswith(".py")]
-    own = next((f for f in frames if "/torch/" not in f["filename"]), frames[0] if frames else None)
-    return f"{own['filename']}:{own['line']} {own['name']}" if own else "backward pass (no Python line)"
+    users = next((f for f in frames if "/torch/" not in f["filename"]), frames[0] if frames else None)
+    return f"{users['filename']}:{users['line']} {users['name']}" if users else "backward pass (no Python line)"

@@ -18,12 +18,12 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from phalanx import torch_compat, torch_records
+from phalanx import torch_compat
 from phalanx.comm.comm_thread import mark_jobs
 from phalanx.config.profile import Profiling
 from phalanx.errors import PhalanxError, UsageError
@@ -37,6 +37,8 @@ from phalanx.tools.profile.timeline import RECORDER
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
 
 _NSYS = ("NSYS_PROFILING_SESSION_ID", "QUADD_INJECTION_PROXY", "NVTX_INJECTION64_PATH")
 """Variables that nsys sets for the programs it starts."""
@@ -79,10 +81,10 @@ class StepProfile(Callback):
         self._folder = run_dir / "profile"
         self._exchange = TraceExchange(plan, formation.world, self._folder)
         self._records = plan.covers(formation.rank)
-        self._loop: Any = None
+        self._loop: TrainLoop
         self._next = 0
         """The step that begins with the next phase "data"."""
-        self._shown = 0
+        self._first_step = 0
         self._recording = False
         self._finished = False
         self._profiler: Any = None
@@ -105,16 +107,16 @@ class StepProfile(Callback):
             )
         return None if plan is None else cls(plan, formation, run_dir)
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Check the steps and ranks against the run; begin where the first step is recorded."""
-        self._loop = trainer
+        self._loop = cast("TrainLoop", trainer)
         self._check(trainer)
         if self._nvtx is not None:
             self._formation.clock.on_enter = self._nvtx.enter
             mark_jobs(torch.cuda.nvtx.range)
         self._arm(trainer.step + 1)
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Begin before the first step that is recorded."""
         self._arm(info.step + 1)
 
@@ -124,22 +126,23 @@ class StepProfile(Callback):
         if self._plan.first <= step <= self._plan.last and not (self._recording or self._finished):
             self._begin()
 
-    def _check(self, trainer: Any) -> None:
-        plan, given, total = self._plan, self._formation.config.profile, trainer.total_steps
+    def _check(self, trainer: RunningTrainer) -> None:
+        plan, setting, total = self._plan, self._formation.config.profile, trainer.total_steps
         size = self._world.world_size
         if plan.ranks and plan.ranks[-1] >= size:
             raise UsageError(
-                f"profile = {given!r}: there is no rank {plan.ranks[-1]}",
+                f"profile = {setting!r}: there is no rank {plan.ranks[-1]}",
                 hint=f"The {size} rank{'s' * (size > 1)} of this run: 0 to {size - 1}.",
             )
         if total is not None and plan.first > total:
             raise UsageError(
-                f"profile = {given!r} records from step {plan.first} on, but the run has {total} steps",
+                f"profile = {setting!r} records from step {plan.first} on, but the run has {total} steps",
                 hint=f"Write steps=1:{total}, for example.",
             )
         if 0 < plan.last <= trainer.step:
-            trainer.report.say(
-                f"profile = {given!r}: nothing is recorded, for the run continues after step {trainer.step}", "warning"
+            self._loop.report.say(
+                f"profile = {setting!r}: nothing is recorded, for the run continues after step {trainer.step}",
+                "warning",
             )
 
     # Recording.
@@ -159,14 +162,14 @@ class StepProfile(Callback):
         if on_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         if on_gpu and self._plan.memory:
-            torch_records.record_allocations(_ALLOCATIONS)
+            torch_compat.record_allocations(_ALLOCATIONS)
         in_trace = self._plan.memory and not on_gpu
         if self._world.is_launched:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
         self._profiler = torch.profiler.profile(
             activities=activities,
             profile_memory=in_trace,
-            experimental_config=torch_records.profiler_config(all_threads=not in_trace),
+            experimental_config=torch_compat.profiler_config(all_threads=not in_trace),
         )
         self._name_modules()
         numbers = itertools.count(1)  # equal on all ranks: jobs have one order
@@ -175,8 +178,8 @@ class StepProfile(Callback):
 
     def _enter(self, name: str) -> None:
         """Begin the range of a phase; with the first data of a step also that of the step."""
-        if name == "data" and self._next != self._shown:
-            self._shown = self._next
+        if name == "data" and self._next != self._first_step:
+            self._first_step = self._next
             if self._records and self._formation.device.type == "cuda":
                 with torch.profiler.record_function(RECORDER):
                     torch.cuda.synchronize()  # the kernels of a step belong to it, also where the host is ahead
@@ -254,11 +257,11 @@ class StepProfile(Callback):
             self._modules.pop().__exit__(None, None, None)
 
     def _write_allocations(self) -> None:
-        found = torch_records.allocations()
-        torch_records.record_allocations(None)
+        snapshot = torch_compat.allocations()
+        torch_compat.record_allocations(None)
         stem = self._folder / f"rank-{self._world.rank}.memory"
-        replace_file(stem.with_suffix(".memory.pickle"), pickle.dumps(found))  # for pytorch.org/memory_viz
-        history = found["device_traces"][self._formation.device.index or 0]
+        replace_file(stem.with_suffix(".memory.pickle"), pickle.dumps(snapshot))  # for pytorch.org/memory_viz
+        history = snapshot["device_traces"][self._formation.device.index or 0]
         replace_file(stem.with_suffix(".memory.json"), json.dumps(top_owners(history)))
 
     def _metadata(self) -> dict[str, Any]:
@@ -284,7 +287,7 @@ class StepProfile(Callback):
 
     # The end of the run.
 
-    def on_training_end(self, trainer: Any) -> None:
+    def on_training_end(self, trainer: RunningTrainer) -> None:
         """Collect the traces of all ranks on the main one, merge them, and report what limits the speed."""
         if self._recording:  # the run ended before the last step that was to be recorded
             self._finish()

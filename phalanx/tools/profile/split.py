@@ -73,18 +73,18 @@ class Analysis:
 
     def mean(self, rank: int) -> dict[str, float]:
         """Return a rank's mean seconds per step by category."""
-        own = [split for split in self.splits if split.rank == rank]
-        return {name: statistics.fmean(split.seconds[name] for split in own) for name in CATEGORIES}
+        splits = [split for split in self.splits if split.rank == rank]
+        return {name: statistics.fmean(split.seconds[name] for split in splits) for name in CATEGORIES}
 
     @property
     def waits(self) -> dict[int, float]:
         """By rank: the seconds that each of the others waited for it in a usual step (the median), on average."""
-        found: dict[int, list[float]] = defaultdict(list)
+        medians: dict[int, list[float]] = defaultdict(list)
         for waiting in (timeline.rank for timeline in self.timelines):
-            own = [split.waited_for for split in self.splits if split.rank == waiting]
-            for rank in {rank for waited in own for rank in waited}:
-                found[rank].append(statistics.median(waited.get(rank, 0.0) for waited in own))
-        return {rank: sum(values) / (len(self.timelines) - 1) for rank, values in found.items()}
+            waits_of_rank = [split.waited_for for split in self.splits if split.rank == waiting]
+            for rank in {rank for waited in waits_of_rank for rank in waited}:
+                medians[rank].append(statistics.median(waited.get(rank, 0.0) for waited in waits_of_rank))
+        return {rank: sum(values) / (len(self.timelines) - 1) for rank, values in medians.items()}
 
     def extra_work(self, rank: int) -> tuple[str, float]:
         """Return the phase in which a rank works longer than the median of the others, and by how many seconds."""
@@ -93,7 +93,7 @@ class Analysis:
             by_rank: dict[int, list[float]] = defaultdict(list)
             for split in self.splits:
                 by_rank[split.rank].append(split.work.get(phase, 0.0))
-            usual = {each: statistics.median(values) for each, values in by_rank.items()}
+            usual = {category: statistics.median(values) for category, values in by_rank.items()}
             extra[phase] = usual.pop(rank) - statistics.median(usual.values())
         phase = max(extra, key=lambda name: extra[name])
         return phase, extra[phase]
@@ -121,9 +121,9 @@ def analyse(folder: Path) -> Analysis:
     if not files:
         raise UsageError(f"{folder} holds no traces", hint="Record some: phalanx train ... --profile steps=10:15")
     timelines = [read_timeline(file, files[0].base_ns) for file in files]
-    found = analyse_timelines(timelines)
-    found.missing = sorted(set(files[0].meta["ranks"]) - {file.rank for file in files})
-    return found
+    analysis = analyse_timelines(timelines)
+    analysis.missing = sorted(set(files[0].meta["ranks"]) - {file.rank for file in files})
+    return analysis
 
 
 def analyse_timelines(timelines: list[RankTimeline]) -> Analysis:
@@ -152,14 +152,14 @@ def find_links(timelines: list[RankTimeline], step: int) -> list[LinkedCall]:
             link = links.setdefault((call.key, call.number), LinkedCall(call.key, call.number, {}, {}))
             link.spans[timeline.rank] = (call.begin, call.end)
             link.threads[timeline.rank] = call.thread
-    found = [link for link in links.values() if len(link.spans) > 1 and _overlaps(link)]
-    return sorted(found, key=lambda link: max(span[1] for span in link.spans.values()))
+    shared = [link for link in links.values() if len(link.spans) > 1 and _overlaps(link)]
+    return sorted(shared, key=lambda link: max(span[1] for span in link.spans.values()))
 
 
 def _overlaps(link: LinkedCall) -> bool:
     """Whether no rank left before the last one entered, as it is in one collective; else these are of other groups."""
-    left = min(span[1] for span in link.spans.values())
-    return link.spans[link.last][0] <= left + _CLOCK_ERROR
+    first_end = min(span[1] for span in link.spans.values())
+    return link.spans[link.last][0] <= first_end + _CLOCK_ERROR
 
 
 class _View:
@@ -185,11 +185,11 @@ class _View:
 
     def waits(self, links: list[LinkedCall]) -> dict[int, Spans]:
         """Return by rank when this one waited until that one entered a collective."""
-        found: dict[int, list[Span]] = defaultdict(list)
+        spans_of: dict[int, list[Span]] = defaultdict(list)
         for link in links:
             if self.rank in link.spans and link.last != self.rank:
-                found[link.last].append((link.spans[self.rank][0], link.spans[link.last][0]))
-        return {rank: both(union(spans), self.parts["exposed"]) for rank, spans in found.items()}
+                spans_of[link.last].append((link.spans[self.rank][0], link.spans[link.last][0]))
+        return {rank: both(union(spans), self.parts["exposed"]) for rank, spans in spans_of.items()}
 
     def split(self, step: int, waits: dict[int, Spans]) -> StepSplit:
         """Return the seconds by category."""
@@ -204,14 +204,14 @@ class _View:
 
 def _critical_path(views: dict[int, _View], links: list[LinkedCall]) -> list[PathPart]:
     """Follow a step from its end to its begin: where a rank waited, go on with the rank that it waited for."""
-    rank = max(views, key=lambda each: views[each].span[1])
+    rank = max(views, key=lambda candidate: views[candidate].span[1])
     now, path = views[rank].span[1], []
     for link in reversed(links):
         if rank not in link.spans or link.last == rank:
             continue
-        entered, left = link.spans[link.last][0], link.spans[rank][1]
+        entered, exited = link.spans[link.last][0], link.spans[rank][1]
         waited = clip(views[rank].parts["exposed"], link.spans[rank][0], entered)
-        if left > now or entered < views[link.last].span[0] or total(waited) < _NOTICEABLE:
+        if exited > now or entered < views[link.last].span[0] or total(waited) < _NOTICEABLE:
             continue
         path.append(PathPart(rank, views[rank].within(entered, now)))
         rank, now = link.last, entered

@@ -30,17 +30,17 @@ def union(spans: Iterable[Span]) -> Spans:
 
 def both(first: Spans, second: Spans) -> Spans:
     """Return the times that lie in both sets."""
-    found: Spans = []
+    common: Spans = []
     i = j = 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if begin < end:
-            found.append((begin, end))
+            common.append((begin, end))
         if first[i][1] < second[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
 def clip(spans: Spans, begin: float, end: float) -> Spans:
@@ -52,7 +52,7 @@ def clip(spans: Spans, begin: float, end: float) -> Spans:
 
 def without(first: Spans, second: Spans) -> Spans:
     """Return the times of the first set that are not in the second."""
-    found: Spans = []
+    remaining: Spans = []
     j = 0
     for begin, end in first:
         while j < len(second) and second[j][1] <= begin:
@@ -60,12 +60,12 @@ def without(first: Spans, second: Spans) -> Spans:
         k = j
         while k < len(second) and second[k][0] < end:
             if second[k][0] > begin:
-                found.append((begin, second[k][0]))
+                remaining.append((begin, second[k][0]))
             begin = max(begin, second[k][1])
             k += 1
         if begin < end:
-            found.append((begin, end))
-    return found
+            remaining.append((begin, end))
+    return remaining
 
 
 def total(spans: Spans) -> float:
@@ -154,12 +154,12 @@ class _Builder:
     def __init__(self, file: RankFile, origin_ns: int) -> None:
         self._file, self._origin = file, origin_ns
         self._main = int(file.meta["main_thread"])
-        self._found = RankTimeline(file.rank, file.meta)
+        self._timeline = RankTimeline(file.rank, file.meta)
         self._phases: dict[str, list[Span]] = defaultdict(list)
         self._threads: dict[Any, list[_Item]] = defaultdict(list)
         self._kernels: list[_Item] = []
         self._calls: list[_Call] = []
-        self._seen: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+        self._by_operation: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
         self._by_module: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
         self._waits: list[tuple[str, Span]] = []
         self._own_waits: list[Span] = []
@@ -170,9 +170,9 @@ class _Builder:
         for event in self._file.events():
             kind = event.get("ph")
             if kind == "X":
-                self._take(event)
+                self._add(event)
             elif kind == "i" and event["name"] == "[memory]":
-                self._take_memory(event)
+                self._add_memory(event)
         self._sweep_threads()
         for item in self._kernels:
             self._count(item.name, item.end - item.begin, self._module_of.get(item.external or -1, ""))
@@ -182,7 +182,7 @@ class _Builder:
         begin = self._file.seconds(float(event["ts"]), self._origin)
         return begin, begin + float(event.get("dur", 0.0)) / 1e6
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _add(self, event: dict[str, Any]) -> None:
         name, kind, thread = str(event["name"]), event.get("cat"), event.get("tid")
         if kind == "gpu_user_annotation":  # a range of the host once more, as long as its kernels ran
             return
@@ -202,12 +202,12 @@ class _Builder:
         elif kind in ("cuda_runtime", "python_function"):
             if _WAITS.fullmatch(name):
                 self._threads[thread].append(_Item(*span, name, None, None))
-            elif kind == "python_function" and self._found.on_gpu:
+            elif kind == "python_function" and self._timeline.on_gpu:
                 self._threads[thread].append(_Item(*span, _PYTHON + name, None, None))
         elif name == RECORDER:
             self._own_waits.append(span)
         elif name.startswith(LOOP + "step "):
-            self._found.steps[int(name.rpartition(" ")[2])] = span
+            self._timeline.steps[int(name.rpartition(" ")[2])] = span
         elif name.startswith(LOOP) and "#" in name:
             self._calls.append((thread, name.removeprefix(LOOP).partition(" #")[0], span))
         elif name.startswith(LOOP):
@@ -217,7 +217,7 @@ class _Builder:
         elif name.startswith(MODULE):
             self._threads[thread].append(_Item(*span, name, None, None))
 
-    def _take_memory(self, event: dict[str, Any]) -> None:
+    def _add_memory(self, event: dict[str, Any]) -> None:
         begin, args = self._span(event)[0], event["args"]
         item = _Item(begin, begin, "", None, None, int(args["Bytes"]), int(args["Addr"]))
         self._threads[event.get("tid")].append(item)
@@ -229,7 +229,7 @@ class _Builder:
             self._sweep(self._threads[thread], sequences, is_main=thread == self._main)
 
     def _sweep(self, items: list[_Item], sequences: dict[int, str], *, is_main: bool) -> None:
-        counts = is_main and not self._found.on_gpu
+        counts = is_main and not self._timeline.on_gpu
         stack: list[tuple[_Item, str, list[float]]] = []  # the item, its module, the time of what is within it
 
         def close(until: float) -> None:
@@ -249,7 +249,7 @@ class _Builder:
                 self._allocations.append((item.address, item.bytes, owner))
                 continue
             if _WAITS.fullmatch(item.name):
-                around = [each.name for each, _, _ in stack]
+                around = [outer.name for outer, _, _ in stack]
                 if is_main or any(name.startswith(_BACKWARD) for name in around):  # others may wait beside the loop
                     self._waits.append((_place(item.name, around, module), item[:2]))
                 continue
@@ -265,39 +265,41 @@ class _Builder:
         close(float("inf"))
 
     def _count(self, name: str, seconds: float, module: str) -> None:
-        tables = [(self._seen, name)] + ([(self._by_module, module)] if module else [])
+        tables = [(self._by_operation, name)] + ([(self._by_module, module)] if module else [])
         for table, key in tables:
             table[key][0] += seconds
             table[key][1] += 1
 
     def _finish(self) -> RankTimeline:
-        found = self._found
-        found.phases = {name: union(spans) for name, spans in self._phases.items()}
-        calls = [call for call in self._calls if not (found.on_gpu and call[1].startswith(_HOST_COLLECTIVE))]
-        if found.on_gpu:
-            found.busy = union((item.begin, item.end) for item in self._kernels)
+        timeline = self._timeline
+        timeline.phases = {name: union(spans) for name, spans in self._phases.items()}
+        calls = [call for call in self._calls if not (timeline.on_gpu and call[1].startswith(_HOST_COLLECTIVE))]
+        if timeline.on_gpu:
+            timeline.busy = union((item.begin, item.end) for item in self._kernels)
         else:
             # A call on the loop's thread blocks it; a range of gloo (send, recv) lasts until the data has moved.
-            own = union(span for thread, name, span in calls if thread == self._main and not name.startswith("gloo:"))
+            of_collectives = union(
+                span for thread, name, span in calls if thread == self._main and not name.startswith("gloo:")
+            )
             items = self._threads.get(self._main, [])
             operations = union((i.begin, i.end) for i in items if not i.name.startswith(MODULE))
-            found.busy = without(operations, own)  # what runs within a collective is a part of it
-        found.communication = union(span for _, _, span in calls)
-        found.collectives = _by_step(found, _linkable(found, calls))
-        found.operations = {name: Usage(value[0], int(value[1])) for name, value in self._seen.items()}
-        found.modules = {name: Usage(value[0], int(value[1])) for name, value in self._by_module.items()}
-        found.host_waits = self._host_waits(union(found.steps.values()), union(self._own_waits))
+            timeline.busy = without(operations, of_collectives)  # what runs within a collective is a part of it
+        timeline.communication = union(span for _, _, span in calls)
+        timeline.collectives = _by_step(timeline, _linkable(timeline, calls))
+        timeline.operations = {name: Usage(value[0], int(value[1])) for name, value in self._by_operation.items()}
+        timeline.modules = {name: Usage(value[0], int(value[1])) for name, value in self._by_module.items()}
+        timeline.host_waits = self._host_waits(union(timeline.steps.values()), union(self._own_waits))
         if self._allocations:
-            found.memory = owners_at_peak(self._allocations)
-        return found
+            timeline.memory = owners_at_peak(self._allocations)
+        return timeline
 
-    def _host_waits(self, steps: Spans, own: Spans) -> dict[str, Usage]:
+    def _host_waits(self, steps: Spans, recorder: Spans) -> dict[str, Usage]:
         """Add up the waits within steps, without those of the recorder."""
         waits: dict[str, Usage] = {}
-        for place, (begin, end) in self._waits:
-            if clip(steps, begin, end) and not clip(own, begin, end):
-                before = waits.get(place, Usage(0.0, 0))
-                waits[place] = Usage(before.seconds + end - begin, before.calls + 1)
+        for call, (begin, end) in self._waits:
+            if clip(steps, begin, end) and not clip(recorder, begin, end):
+                before = waits.get(call, Usage(0.0, 0))
+                waits[call] = Usage(before.seconds + end - begin, before.calls + 1)
         return waits
 
 
@@ -319,20 +321,20 @@ def _group(args: dict[str, Any]) -> str:
     return f" {ranks}" if ranks is not None else ""
 
 
-def _linkable(found: RankTimeline, calls: list[_Call]) -> list[_Call]:
+def _linkable(timeline: RankTimeline, calls: list[_Call]) -> list[_Call]:
     """Return the calls that stand for one collective each: of nested or queued ones, the one that moves the data."""
     ours = [call for call in calls if ":" not in call[1]]
-    if ours and not found.on_gpu:  # reducers of Phalanx; what they call is within these
+    if ours and not timeline.on_gpu:  # reducers of Phalanx; what they call is within these
         return ours
-    own_backend = found.meta.get("comm_backend") == "phalanx"
+    own_backend = timeline.meta.get("comm_backend") == "phalanx"
     prefix: tuple[str, ...] = ("c10d::",) if own_backend else ("gloo:",)
-    chosen = [call for call in calls if found.on_gpu or call[1].startswith(prefix)]
+    chosen = [call for call in calls if timeline.on_gpu or call[1].startswith(prefix)]
     return [call for call in chosen if not _PAIRED.search(call[1])]
 
 
-def _by_step(found: RankTimeline, calls: list[_Call]) -> dict[int, list[CollectiveCall]]:
+def _by_step(timeline: RankTimeline, calls: list[_Call]) -> dict[int, list[CollectiveCall]]:
     """Number the collectives of each kind within each step."""
-    steps = sorted((span, step) for step, span in found.steps.items())
+    steps = sorted((span, step) for step, span in timeline.steps.items())
     listed: dict[int, list[CollectiveCall]] = {step: [] for _, step in steps}
     counts: dict[tuple[int, str], int] = defaultdict(int)
     for thread, name, (begin, end) in sorted(calls, key=lambda call: call[2]):

@@ -1,1 +1,1 @@
-"""Serve a language model over HTTP, in the words of OpenAI's API."""
+"""Serve a language model over an OpenAI-compatible HTTP API."""

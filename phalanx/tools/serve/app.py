@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from phalanx.errors import PhalanxError
-from phalanx.tools.serve.body import Asked, BadRequest, read_body
+from phalanx.tools.serve.body import BadRequest, Query, read_body
 from phalanx.tools.serve.service import TextPiece, TextService
 
 _END = "data: [DONE]\n\n"
@@ -52,9 +52,9 @@ def make_app(service: TextService, *, key: str = "", hosts: Sequence[str] = ("*"
                 raise BadRequest(
                     "the request needs the key: Authorization: Bearer KEY", code="invalid_api_key", status=401
                 )
-            asked = read_body(await request.body(), service.text, chat=chat)
-            answer = _Answers(service, asked, chat=chat)
-            if asked.stream:
+            query = read_body(await request.body(), service.text, chat=chat)
+            answer = _Answers(service, query, chat=chat)
+            if query.stream:
                 return StreamingResponse(answer.events(), media_type="text/event-stream")
             return await _while_connected(request, answer)
 
@@ -97,15 +97,15 @@ async def _unusable(request: Request, error: PhalanxError) -> Response:
 
 
 async def _unknown(request: Request, error: HTTPException) -> Response:
-    known = "GET /health, GET /v1/models, POST /v1/completions, POST /v1/chat/completions"
-    return _error(f"{request.method} {request.url.path}: {error.detail}. There is: {known}.", error.status_code)
+    endpoints = "GET /health, GET /v1/models, POST /v1/completions, POST /v1/chat/completions"
+    return _error(f"{request.method} {request.url.path}: {error.detail}. There is: {endpoints}.", error.status_code)
 
 
 class _Answers:
     """The answers (choices) to one HTTP request."""
 
-    def __init__(self, service: TextService, asked: Asked, *, chat: bool) -> None:
-        self._asked, self._chat = asked, chat
+    def __init__(self, service: TextService, query: Query, *, chat: bool) -> None:
+        self._query, self._chat = query, chat
         self._pieces: asyncio.Queue[tuple[int, TextPiece]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._head = {
@@ -114,8 +114,8 @@ class _Answers:
             "created": int(time.time()),
             "model": service.text.name,
         }
-        self._counts = [0] * len(asked.requests)
-        for number, request in enumerate(asked.requests):
+        self._counts = [0] * len(query.requests)
+        for number, request in enumerate(query.requests):
             request.emit = partial(self._emit, number)
             service.submit(request)
 
@@ -126,20 +126,20 @@ class _Answers:
 
     async def _all(self) -> AsyncIterator[tuple[int, TextPiece]]:
         """Yield pieces until all choices have ended; cancel them where the client has left."""
-        left = len(self._asked.requests)
+        unfinished = len(self._query.requests)
         try:
-            while left:
+            while unfinished:
                 number, piece = await self._pieces.get()
                 self._counts[number] = piece.tokens
-                left -= piece.finish is not None
+                unfinished -= piece.finish is not None
                 yield number, piece
         finally:
-            for request in self._asked.requests:
+            for request in self._query.requests:
                 request.cancelled = True
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer when it is complete."""
-        texts, ends = [""] * len(self._asked.requests), [""] * len(self._asked.requests)
+        texts, ends = [""] * len(self._query.requests), [""] * len(self._query.requests)
         async for number, piece in self._all():
             if piece.finish == "error":
                 raise BadRequest("the answer failed; the server's output says why", status=500)
@@ -156,15 +156,15 @@ class _Answers:
         return {"index": number, name: content, "logprobs": None, "finish_reason": finish}
 
     def _usage(self) -> dict[str, int]:
-        prompt = sum(len(request.prompt) for request in self._asked.requests[:: self._asked.n])
-        made = sum(self._counts)
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        prompt = sum(len(request.prompt) for request in self._query.requests[:: self._query.n])
+        completion = sum(self._counts)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the answer as server-sent events, one for each piece."""
         head = {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
         if self._chat:
-            for number in range(len(self._asked.requests)):
+            for number in range(len(self._query.requests)):
                 first = {"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                 yield _event({**head, "choices": [first]})
         async for number, piece in self._all():
@@ -172,7 +172,7 @@ class _Answers:
                 yield _event({"error": {"message": "the answer failed; the server's output says why"}})
                 continue
             yield _event({**head, "choices": [self._choice(number, piece.text, piece.finish, part=True)]})
-        if self._asked.include_usage:
+        if self._query.include_usage:
             yield _event({**head, "choices": [], "usage": self._usage()})
         yield _END
 

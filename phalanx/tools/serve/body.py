@@ -42,7 +42,7 @@ class BadRequest(Exception):
         self.param, self.code, self.status = param, code, status
 
 
-class Asked(NamedTuple):
+class Query(NamedTuple):
     """What a body asks for: `n` answers to each prompt, one after the other."""
 
     requests: list[TextRequest]
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     include_usage: bool
 
 
-def read_body(content: bytes, text: TextModel, *, chat: bool) -> Asked:
+def read_body(content: bytes, text: TextModel, *, chat: bool) -> Query:
     """Return what a body asks for; BadRequest says what is wrong with it."""
     body = _object(content)
     model = body.get("model", text.name)
@@ -63,8 +63,8 @@ def read_body(content: bytes, text: TextModel, *, chat: bool) -> Asked:
     n = numbers.get("n", 1)
     if len(prompts) * n > _MAX_CHOICES:
         raise BadRequest(f"{len(prompts)} prompts with n = {n}: at most {_MAX_CHOICES} answers at once", "n")
-    wanted = numbers.get("max_completion_tokens", numbers.get("max_tokens"))
-    room = _room(max(map(len, prompts)), wanted, text.model.config.seq_len, chat=chat)
+    max_tokens = numbers.get("max_completion_tokens", numbers.get("max_tokens"))
+    room = _room(max(map(len, prompts)), max_tokens, text.model.config.seq_len, chat=chat)
     sampling, stop, seed = _sampling(numbers), _stops(body.get("stop")), numbers.get("seed")
     requests = [
         TextRequest(
@@ -76,7 +76,7 @@ def read_body(content: bytes, text: TextModel, *, chat: bool) -> Asked:
         )
         for number in range(len(prompts) * n)
     ]
-    return Asked(requests, n, _flag("stream", body), _includes_usage(body.get("stream_options") or {}))
+    return Query(requests, n, _flag("stream", body), _includes_usage(body.get("stream_options") or {}))
 
 
 def _object(content: bytes) -> dict[str, Any]:
@@ -86,12 +86,12 @@ def _object(content: bytes) -> dict[str, Any]:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest(f"the body is a JSON {type(body).__name__}; it must be an object with a prompt or messages")
-    known = (*_OTHER, *_NUMBERS)
+    fields = (*_OTHER, *_NUMBERS)
     for name, value in body.items():
         if name in _UNSUPPORTED and value and value != _ASKS_NOTHING.get(name):
             raise BadRequest(f"{name} = {json.dumps(value)} is not supported here. Leave it out, or write null", name)
-        if name not in (*known, *_UNSUPPORTED):
-            raise BadRequest(unknown_name("field", name, known), name)
+        if name not in (*fields, *_UNSUPPORTED):
+            raise BadRequest(unknown_name("field", name, fields), name)
     return body
 
 
@@ -99,11 +99,11 @@ def _number(name: str, value: Any) -> float:
     kind, low, high = _NUMBERS[name]
     fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
     if not fits or not low <= value <= high:  # NaN is in no range
-        what = "a whole number" if kind is int else "a number"
+        kind_words = "a whole number" if kind is int else "a number"
         limit = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-        raise BadRequest(f"{name} = {json.dumps(value)}: it must be {what} {limit}", name)
-    found: float = value
-    return found
+        raise BadRequest(f"{name} = {json.dumps(value)}: it must be {kind_words} {limit}", name)
+    number: float = value
+    return number
 
 
 def _flag(name: str, values: Mapping[str, Any]) -> bool:
@@ -132,32 +132,32 @@ def _sampling(numbers: Mapping[str, Any]) -> Sampling:
 def _stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(stop, str) and stop for stop in stops):
-        what = "it must be a text, or a list of at most 4 texts, none empty"
-        raise BadRequest(f"stop = {json.dumps(value)}: {what}", "stop")
+        rule = "it must be a text, or a list of at most 4 texts, none empty"
+        raise BadRequest(f"stop = {json.dumps(value)}: {rule}", "stop")
     return stops
 
 
 def _prompts(body: Mapping[str, Any], text: TextModel) -> list[list[int]]:
     """Return the prompts' tokens: of a text, a list of texts, a list of tokens, or a list of such lists."""
-    given = body.get("prompt")
-    if isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], str | list)):
-        given = [given]
-    if not isinstance(given, list) or not given:
+    prompts = body.get("prompt")
+    if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and not isinstance(prompts[0], str | list)):
+        prompts = [prompts]
+    if not isinstance(prompts, list) or not prompts:
         raise BadRequest("prompt: it must be a text, a list of texts, or a list of tokens", "prompt")
-    return [_tokens(prompt, text) for prompt in given]
+    return [_tokens(prompt, text) for prompt in prompts]
 
 
 def _tokens(prompt: Any, text: TextModel) -> list[int]:
     vocabulary = text.model.config.vocab_size
     if isinstance(prompt, str):
-        found = text.prompt(_encodable(prompt, "prompt"))
+        tokens = text.prompt(_encodable(prompt, "prompt"))
     elif isinstance(prompt, list) and all(type(token) is int and 0 <= token < vocabulary for token in prompt):
-        found = prompt
+        tokens = prompt
     else:
         raise BadRequest(f"prompt: it has texts, or tokens from 0 to {vocabulary - 1}", "prompt")
-    if not found:
+    if not tokens:
         raise BadRequest("prompt: it needs at least one token to continue", "prompt")
-    return found
+    return tokens
 
 
 def _encodable(text: str, param: str) -> str:
@@ -172,10 +172,10 @@ def _chat_prompt(body: Mapping[str, Any], text: TextModel) -> list[int]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest('messages: it must be a list such as [{"role": "user", "content": "Hello"}]', "messages")
-    found = text.chat([_message(message, f"messages[{number}]") for number, message in enumerate(messages)])
-    if not found:
+    tokens = text.chat([_message(message, f"messages[{number}]") for number, message in enumerate(messages)])
+    if not tokens:
         raise BadRequest("messages: the chat template makes an empty text of them", "messages")
-    return found
+    return tokens
 
 
 def _message(message: Any, param: str) -> dict[str, str]:
@@ -184,7 +184,7 @@ def _message(message: Any, param: str) -> dict[str, str]:
     content = message.get("content")
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        content = "".join(map(str, texts)) if all(isinstance(each, str) for each in texts) else None
+        content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
     if content is None and message["role"] == "assistant" and "content" in message and not message.get("tool_calls"):
         content = ""  # a turn that says nothing
     if not isinstance(content, str):
@@ -192,14 +192,14 @@ def _message(message: Any, param: str) -> dict[str, str]:
     return {"role": message["role"], "content": _encodable(content, param)}
 
 
-def _room(prompt: int, wanted: int | None, context: int, *, chat: bool) -> int:
+def _room(prompt: int, max_tokens: int | None, context: int, *, chat: bool) -> int:
     """Return how many tokens an answer may have after the longest prompt."""
     room = context - prompt
-    if room < 1 or (wanted is not None and wanted > room):
-        asked = f" and max_tokens = {wanted}" if wanted is not None else ""
+    if room < 1 or (max_tokens is not None and max_tokens > room):
+        request = f" and max_tokens = {max_tokens}" if max_tokens is not None else ""
         raise BadRequest(
-            f"a prompt of {prompt} tokens{asked} does not fit into the model's context of {context} tokens",
+            f"a prompt of {prompt} tokens{request} does not fit into the model's context of {context} tokens",
             "messages" if chat else "prompt",
             code="context_length_exceeded",
         )
-    return wanted or (room if chat else min(room, _DEFAULT_TOKENS))
+    return max_tokens or (room if chat else min(room, _DEFAULT_TOKENS))

@@ -59,9 +59,9 @@ class _Answer:
             self._generator.seed()
         else:
             self._generator.manual_seed(request.seed)
-        self._begin = self._shown = 0
-        """Tokens from `_begin` on are decoded together, those before `_shown` are sent or held."""
-        self._held = ""
+        self._begin = self._sent = 0
+        """Tokens from `_begin` on are decoded together, those before `_sent` are sent or held."""
+        self._text_held = ""
 
     @property
     def length(self) -> int:
@@ -80,12 +80,12 @@ class _Answer:
             self.finish = "stop"
         elif len(self.made) >= self.request.max_tokens:
             self.finish = "length"
-        self._held += "" if ended else self._new_text()
-        places = [place for stop in self.request.stop if (place := self._held.find(stop)) >= 0]
+        self._text_held += "" if ended else self._new_text()
+        places = [position for stop in self.request.stop if (position := self._text_held.find(stop)) >= 0]
         if places:
-            self._held, self.finish = self._held[: min(places)], "stop"
-        ready = len(self._held) if self.finish else len(self._held) - self._undecided()
-        text, self._held = self._held[:ready], self._held[ready:]
+            self._text_held, self.finish = self._text_held[: min(places)], "stop"
+        ready = len(self._text_held) if self.finish else len(self._text_held) - self._undecided()
+        text, self._text_held = self._text_held[:ready], self._text_held[ready:]
         if text or self.finish:
             self.request.emit(TextPiece(text, self.finish, len(self.made)))
 
@@ -94,18 +94,18 @@ class _Answer:
 
         A token's text may depend on the one before it (a space between words), so that both are decoded together.
         """
-        before = self._code.text(self.made[self._begin : self._shown])
+        before = self._code.text(self.made[self._begin : self._sent])
         now = self._code.text(self.made[self._begin :])
         if now.endswith("\N{REPLACEMENT CHARACTER}") and self.finish is None:
             return ""
-        self._begin, self._shown = self._shown, len(self.made)
+        self._begin, self._sent = self._sent, len(self.made)
         return now[len(before) :]
 
     def _undecided(self) -> int:
         """Return how many letters at the end may be the beginning of a stop text."""
         longest = max((len(stop) - 1 for stop in self.request.stop), default=0)
-        for size in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self.request.stop):
+        for size in range(min(longest, len(self._text_held)), 0, -1):
+            if any(stop.startswith(self._text_held[-size:]) for stop in self.request.stop):
                 return size
         return 0
 
@@ -126,15 +126,15 @@ class TextService:
     """
 
     def __init__(self, text: TextModel, *, device: str = "auto", max_batch: int = 16) -> None:
-        wanted = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        if wanted == "cuda" and not torch.cuda.is_available():
+        device_name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        if device_name == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda, but torch sees no GPU here", hint="Run on the CPU with --device cpu.")
         if max_batch < 1:
             raise UsageError(f"--max-batch {max_batch}: it must be at least 1.")
         self.text = text
         self.context = text.model.config.seq_len
-        self._model = text.model.to(wanted).eval()
-        self._device = torch.device(wanted)
+        self._model = text.model.to(device_name).eval()
+        self._device = torch.device(device_name)
         self._rows: list[_Answer | None] = [None] * max_batch
         self._waiting: deque[TextRequest] = deque()
         self._changed = threading.Condition()
@@ -197,11 +197,11 @@ class TextService:
 
     def _fail_all(self) -> None:
         """End all answers of a batch that failed, or of a service that is closed."""
-        left = [row.request for row in self._rows if row is not None]
+        requests = [row.request for row in self._rows if row is not None]
         self._rows = [None] * len(self._rows)
         while self._closed and self._waiting:
-            left.append(self._waiting.popleft())
-        for request in left:
+            requests.append(self._waiting.popleft())
+        for request in requests:
             _fail(request)
 
     @contextmanager
@@ -249,8 +249,8 @@ class TextService:
         for number, answer in answers.items():
             with self._row_alone(number):
                 drawn[number] = answer.draw(logits[number : number + 1])
-        found = torch.cat(list(drawn.values())).flatten().tolist() if drawn else []
-        for number, token in zip(drawn, found, strict=True):
+        next_tokens = torch.cat(list(drawn.values())).flatten().tolist() if drawn else []
+        for number, token in zip(drawn, next_tokens, strict=True):
             with self._row_alone(number):
                 answers[number].add(token)
             self._release(number)

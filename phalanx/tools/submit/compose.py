@@ -97,8 +97,8 @@ class Compose(Target[ComposeOptions]):
                 raise UsageError(f"{flag} {size}: not a size of Docker", hint=f"Write: {flag} 512m or {flag} 8g.")
         services = {f"node{index}": self._node(job, index) for index in range(job.nodes)}
         services |= self._monitoring(job)
-        found = override([{"services": services, "volumes": {"mlflow": {}}}], self.options.overrides)
-        return {FILE: dump(found, _COMMENTS, job.origin(self.name, self.options))}
+        documents = override([{"services": services, "volumes": {"mlflow": {}}}], self.options.overrides)
+        return {FILE: dump(documents, _COMMENTS, job.origin(self.name, self.options))}
 
     def _node(self, job: ClusterJob, index: int) -> dict[str, Any]:
         """Return the service of one machine."""
@@ -108,7 +108,7 @@ class Compose(Target[ComposeOptions]):
         variables = {name: _plain(value) for name, value in job.environment.items()}
         if options.monitoring:
             variables |= {"PHALANX_METRICS_PORT": f"0.0.0.0:{_METRICS_PORT}"}
-        found: dict[str, Any] = {
+        service: dict[str, Any] = {
             "image": options.image,
             "entrypoint": ["/bin/sh", "-c"],
             "command": [_plain(text)],
@@ -122,31 +122,31 @@ class Compose(Target[ComposeOptions]):
             "security_opt": ["no-new-privileges:true"],
             "labels": {_RANKS: str(job.ranks_per_node)},
             "environment": {"HOME": "/tmp", "USER": "phalanx", **variables, VARIABLE: f"${{{VARIABLE}:-}}"},
-            "volumes": [f".:{work}", *(each for each in (options.mounts or "").split(",") if each)],
+            "volumes": [f".:{work}", *(mount for mount in (options.mounts or "").split(",") if mount)],
         }
-        found |= {"cpus": options.cpus} if options.cpus else {}
-        found |= {"mem_limit": options.memory} if options.memory else {}
+        service |= {"cpus": options.cpus} if options.cpus else {}
+        service |= {"mem_limit": options.memory} if options.memory else {}
         if job.device == "cuda":
             device = {"driver": "nvidia", "count": job.ranks_per_node, "capabilities": ["gpu"]}
-            found["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
-        return found
+            service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+        return service
 
     def _monitoring(self, job: ClusterJob) -> dict[str, Any]:
         work, runs = pods.folder_of(job, self.options), str(Path(job.run_dir).parent)
         board = f"exec tensorboard --logdir {shlex.quote(runs)} --bind_all --port 6006\n"
         store = "exec mlflow server --host 0.0.0.0 --port 5000 --backend-store-uri sqlite:////mlflow/mlflow.db\n"
-        found: dict[str, dict[str, Any]] = {
+        services: dict[str, dict[str, Any]] = {
             "tensorboard": {"image": self.options.image, "working_dir": work, "volumes": [f".:{work}:ro"]},
             **{name: {"image": image} for name, image in _IMAGES.items()},
         }
         scrape = _SCRAPE % ", ".join(f"'node{index}:{_METRICS_PORT}'" for index in range(job.nodes))
         for name, text in (("tensorboard", board), ("mlflow", store), ("prometheus", scrape), ("grafana", _SOURCE)):
-            found[name] |= {"entrypoint": ["/bin/sh", "-c"], "command": [_plain(text)]}
+            services[name] |= {"entrypoint": ["/bin/sh", "-c"], "command": [_plain(text)]}
         for name, port in (("tensorboard", 6006), ("mlflow", 5000), ("prometheus", 9090), ("grafana", 3000)):
-            found[name]["ports"] = [f"127.0.0.1:{port}:{port}"]
-        found["mlflow"]["volumes"] = ["mlflow:/mlflow"]
-        found["grafana"]["environment"] = {"GF_PATHS_PROVISIONING": "/tmp/provisioning"}
-        return {name: {**service, "profiles": ["monitoring"]} for name, service in found.items()}
+            services[name]["ports"] = [f"127.0.0.1:{port}:{port}"]
+        services["mlflow"]["volumes"] = ["mlflow:/mlflow"]
+        services["grafana"]["environment"] = {"GF_PATHS_PROVISIONING": "/tmp/provisioning"}
+        return {name: {**service, "profiles": ["monitoring"]} for name, service in services.items()}
 
     def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
         """Let docker-compose read the file."""
@@ -173,18 +173,20 @@ class Compose(Target[ComposeOptions]):
     def status(self, record: JobRecord) -> Status:
         """Ask docker-compose for the services of the machines."""
         listed = _ask([*self._recorded(record), "ps", "--all"])
-        found = re.findall(r"[_-]node\d+[_-].*?\b(Up|Exit(?:ed)?|Created|Restarting)\b[ (]*(\d+)?", listed)
-        if not found:
+        states = re.findall(r"[_-]node\d+[_-].*?\b(Up|Exit(?:ed)?|Created|Restarting)\b[ (]*(\d+)?", listed)
+        if not states:
             return Status("lost", "docker-compose shows no containers of it")
-        detail = ", ".join(f"node{index} {' '.join(filter(None, each))}" for index, each in enumerate(found))
-        if all(word.startswith("Exit") for word, _ in found):
-            return Status("finished" if all(code == "0" for _, code in found) else "failed", detail)
-        return Status("running" if any(word in ("Up", "Restarting") for word, _ in found) else "queued", detail)
+        detail = ", ".join(f"node{index} {' '.join(filter(None, state))}" for index, state in enumerate(states))
+        if all(word.startswith("Exit") for word, _ in states):
+            return Status("finished" if all(code == "0" for _, code in states) else "failed", detail)
+        return Status("running" if any(word in ("Up", "Restarting") for word, _ in states) else "queued", detail)
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
         """Read the services' output; of a rank, that of its machine."""
         services = {
-            key: each for key, each in load(Path(record.folder) / FILE)[0]["services"].items() if key[4:].isdigit()
+            key: service
+            for key, service in load(Path(record.folder) / FILE)[0]["services"].items()
+            if key[4:].isdigit()
         }
         names = list(services)
         if rank is not None:
@@ -222,11 +224,11 @@ def _program() -> list[str]:
 def _ask(command: list[str], more: Mapping[str, str] | None = None, stdin: str | None = None) -> str:
     """Run docker-compose; its own first line is the error where it fails."""
     environ = {**os.environ, **(more or {})}
-    found = subprocess.run(command, input=stdin, capture_output=True, text=True, env=environ)
-    if found.returncode != 0:
-        said = [line.strip() for line in (found.stderr or found.stdout).splitlines() if line.strip()] or ["failed"]
-        if said[0].startswith("Traceback"):  # version 1, where no daemon answers
+    result = subprocess.run(command, input=stdin, capture_output=True, text=True, env=environ)
+    if result.returncode != 0:
+        answer = [line.strip() for line in (result.stderr or result.stdout).splitlines() if line.strip()] or ["failed"]
+        if answer[0].startswith("Traceback"):  # version 1, where no daemon answers
             socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
-            raise UsageError(f"docker-compose: no answer from the Docker daemon at {socket}: {said[-1]}")
-        raise UsageError(f"docker-compose: {said[0]}", hint="\n  ".join(said[1:4]))
-    return found.stdout
+            raise UsageError(f"docker-compose: no answer from the Docker daemon at {socket}: {answer[-1]}")
+        raise UsageError(f"docker-compose: {answer[0]}", hint="\n  ".join(answer[1:4]))
+    return result.stdout

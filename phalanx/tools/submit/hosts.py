@@ -68,7 +68,7 @@ class HostPlan:
 
         with ThreadPoolExecutor(len(self.hosts)) as pool:
             ran = dict(zip(self.hosts, pool.map(run, self.hosts), strict=True))
-        return {host: each.stderr.decode(errors="replace") for host, each in ran.items() if each.returncode}
+        return {host: process.stderr.decode(errors="replace") for host, process in ran.items() if process.returncode}
 
     def remove_code(self, show: Callable[[str], None]) -> None:
         """Remove shipped code, and the environment in it, from all hosts."""
@@ -123,9 +123,9 @@ class HostGroup:
     def _wait(self) -> int:
         first, deadline = 0, None
         while self._running:
-            left = _SIGN_OF_LIFE_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
+            seconds = _SIGN_OF_LIFE_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                host, code = self._ended.get(timeout=left)
+                host, code = self._ended.get(timeout=seconds)
             except queue.Empty:
                 if deadline is not None:
                     self._end(b"T")
@@ -133,12 +133,12 @@ class HostGroup:
                 for process in self._running.values():
                     self._write(process, b"\n")
                 continue
-            self._take(host, code)
+            self._handle_exit(host, code)
             if code and not first:
                 first, deadline = code, time.monotonic() + _LINGER_SECONDS
         return first
 
-    def _take(self, host: str, code: int) -> None:
+    def _handle_exit(self, host: str, code: int) -> None:
         del self._running[host]
         self.codes[host] = code
         if code == _SSH_FAILED:
@@ -156,7 +156,7 @@ class HostGroup:
         deadline = time.monotonic() + self._plan.grace + _LINGER_SECONDS
         while self._running:
             try:
-                self._take(*self._ended.get(timeout=max(0.0, deadline - time.monotonic())))
+                self._handle_exit(*self._ended.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 for host, process in self._running.items():
                     self._show(f"[{host}] did not end in {self._plan.grace + _LINGER_SECONDS:.0f} s; connection closed")

@@ -74,11 +74,11 @@ class ClusterJob:
     def kept_flags(self, folder: str) -> list[str]:
         """Return the flags that keep the run and its checkpoints below a folder: a copy of the code is removed."""
         run = str(PurePosixPath(folder, self.run_dir))
-        given = self.config.checkpoint_dir or (
+        directory = self.config.checkpoint_dir or (
             f"{self.run_dir}/checkpoints" if "--checkpoint-dir" in self.arguments else ""
         )
-        kept = given if is_url(given) else str(PurePosixPath(folder, given))
-        return ["--run-dir", run, *(["--checkpoint-dir", kept] if given else [])]
+        checkpoints = directory if is_url(directory) else str(PurePosixPath(folder, directory))
+        return ["--run-dir", run, *(["--checkpoint-dir", checkpoints] if directory else [])]
 
     @property
     def ranks(self) -> int:
@@ -89,9 +89,9 @@ class ClusterJob:
 def _flags(name: str, options: Any) -> Iterator[str]:
     """Return the flags that give a job its name and options; those with their default values are left out."""
     yield from ("--job-name", name)
-    for each in dataclasses.fields(options):
-        value, flag = getattr(options, each.name), each.name.replace("_", "-")
-        if value == each.default or each.name == "name":
+    for option in dataclasses.fields(options):
+        value, flag = getattr(options, option.name), option.name.replace("_", "-")
+        if value == option.default or option.name == "name":
             continue
         if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
@@ -143,22 +143,22 @@ def jobs_folder() -> Path:
     return Path(base) / "phalanx" / "jobs"
 
 
-def job_name(wanted: str | None, subject: str) -> str:
+def job_name(name: str | None, subject: str) -> str:
     """Return a name that every target accepts: the wanted one, or the subject's with a short random end."""
-    if wanted is not None:
-        if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", wanted) or len(wanted) > LONGEST_NAME:
+    if name is not None:
+        if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) or len(name) > LONGEST_NAME:
             raise UsageError(
-                f"--job-name {wanted}: expected lower case letters, digits and hyphens, at most {LONGEST_NAME}, "
+                f"--job-name {name}: expected lower case letters, digits and hyphens, at most {LONGEST_NAME}, "
                 "beginning with a letter",
-                hint=f"For example: --job-name {_plain(wanted)}",
+                hint=f"For example: --job-name {_plain(name)}",
             )
-        return wanted
+        return name
     return f"{_plain(subject)[:40]}-{secrets.token_hex(2)}"
 
 
 def _plain(text: str) -> str:
-    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return (found if found[:1].isalpha() else f"job-{found}".rstrip("-"))[:LONGEST_NAME].rstrip("-")
+    plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (plain if plain[:1].isalpha() else f"job-{plain}".rstrip("-"))[:LONGEST_NAME].rstrip("-")
 
 
 def write_record(record: JobRecord) -> None:
@@ -174,30 +174,30 @@ def records() -> list[JobRecord]:
 
 
 def _read_all() -> Iterator[JobRecord]:
-    known = {each.name for each in dataclasses.fields(JobRecord)}
+    names = {field.name for field in dataclasses.fields(JobRecord)}
     for path in sorted(jobs_folder().glob("*.json")):
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            yield JobRecord(**{key: value for key, value in document.items() if key in known})
+            yield JobRecord(**{key: value for key, value in document.items() if key in names})
         except (ValueError, TypeError, AttributeError) as error:
             raise UsageError(f"{path} cannot be read: {error}", hint="Remove it; the job itself goes on.") from None
 
 
 def find_record(name: str) -> JobRecord:
     """Return the record of a job by name, the beginning of one, the scheduler's id, or `last`."""
-    found = records()
-    if not found:
+    listed = records()
+    if not listed:
         raise UsageError("no jobs have been submitted from here", hint="Submit one: phalanx submit slurm digits")
     if name == "last":
-        return found[0]
-    exact = [record for record in found if name in (record.name, record.id)]
-    begun = [record for record in found if record.name.startswith(name)]
+        return listed[0]
+    exact = [record for record in listed if name in (record.name, record.id)]
+    begun = [record for record in listed if record.name.startswith(name)]
     for matching in (exact, begun):
         if len(matching) == 1:
             return matching[0]
     if len(begun) > 1:
         raise UsageError(f"{name} is the beginning of {', '.join(record.name for record in begun)}")
-    raise UsageError(unknown_name("job", name, [record.name for record in found]), hint="See: phalanx jobs")
+    raise UsageError(unknown_name("job", name, [record.name for record in listed]), hint="See: phalanx jobs")
 
 
 def new_record(job: ClusterJob, target: str, scheduler_id: str, options: dict[str, Any], folder: Path) -> JobRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import gzip
 import hashlib
 import io
 import os
@@ -65,21 +66,21 @@ def own_limit(job: ClusterJob, options: CommonOptions) -> tuple[str, ...]:
 
 def limit_seconds(job: ClusterJob, options: CommonOptions, save_seconds: int) -> int | None:
     """Return the time limit; refuse one that leaves no time to train, or that ends a run without checkpoints."""
-    if (given := options.time_limit) is None:
+    if (text := options.time_limit) is None:
         return None
     try:
-        limit = parse_duration(given)
+        limit = parse_duration(text)
     except ValueError:
-        raise UsageError(f"--time-limit {given}: expected a duration such as 30m, 12h or 2d.") from None
+        raise UsageError(f"--time-limit {text}: expected a duration such as 30m, 12h or 2d.") from None
     if limit <= save_seconds + 60:
         saves = f": a run is asked to save {save_seconds} s before the limit, so it would hardly train"
         raise UsageError(
-            f"--time-limit {given}{saves if save_seconds else ' leaves hardly any time to train'}",
+            f"--time-limit {text}{saves if save_seconds else ' leaves hardly any time to train'}",
             hint="Give 10m or more.",
         )
     if job.config.checkpoint_every is None:
         raise UsageError(
-            f"--time-limit {given} ends the run, and it saves no checkpoints",
+            f"--time-limit {text} ends the run, and it saves no checkpoints",
             hint="Add --checkpoint-frequency auto, or a number of steps: --checkpoint-frequency '500 steps'.",
         )
     return round(limit)
@@ -99,22 +100,22 @@ def unpack_lines(work: str, each_node: str) -> Iterator[str]:
 
 def rank_log(run_dir: Path, rank: int) -> Path:
     """Return the log of one rank."""
-    found = sorted((run_dir / "logs").rglob(f"rank-{rank}.log"))
-    if not found:
+    logs = sorted((run_dir / "logs").rglob(f"rank-{rank}.log"))
+    if not logs:
         raise UsageError(
             f"{run_dir / 'logs'} has no log of rank {rank}", hint="See the ranks there are: ls that folder."
         )
-    return found[-1]
+    return logs[-1]
 
 
 def follow_files(find: Callable[[], Sequence[Path]], has_ended: Callable[[], bool] | None) -> Iterator[str]:
     """Return lines of the files that `find` returns; with `has_ended`, wait for more of both until it is true."""
     at = defaultdict[Path, int](int)
-    asked = 0.0
+    last_check = 0.0
     while True:
         ended = has_ended is None
-        if has_ended is not None and time.monotonic() - asked > 4 * _POLL_SECONDS:
-            asked, ended = time.monotonic(), has_ended()
+        if has_ended is not None and time.monotonic() - last_check > 4 * _POLL_SECONDS:
+            last_check, ended = time.monotonic(), has_ended()
         for path in find():
             if path.is_file():
                 with path.open("rb") as file:
@@ -185,8 +186,8 @@ def local_files(namespace: argparse.Namespace, recipe: Recipe | None) -> tuple[s
         named = (recipe.source, str(recipe.model["name"]), str(recipe.data["name"]))
         modules += [text.partition(":")[0] for text in named if is_import_path(text)]
     tops = [Path(name.partition(".")[0]) for name in modules if name]
-    found = [path.with_suffix(".py") if path.with_suffix(".py").is_file() else path for path in tops]
-    return tuple(dict.fromkeys([*filter(None, files), *(str(path) for path in found if path.exists())]))
+    paths = [path.with_suffix(".py") if path.with_suffix(".py").is_file() else path for path in tops]
+    return tuple(dict.fromkeys([*filter(None, files), *(str(path) for path in paths if path.exists())]))
 
 
 def uv_place(options: CommonOptions, folder: str) -> str:
@@ -220,7 +221,7 @@ def _read_project() -> list[bytes]:
             )
     lock = Path(_LOCK).read_bytes()
     try:
-        packages = {each["name"] for each in tomllib.loads(lock.decode())["package"]}
+        packages = {package["name"] for package in tomllib.loads(lock.decode())["package"]}
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{_LOCK} cannot be read: {error}", hint="Write it again: uv lock") from None
     if "phalanx" not in packages:
@@ -277,9 +278,11 @@ def _chosen(directory: Path, named: Sequence[str]) -> tuple[list[Path], list[str
     """
     also = {path for file in named if (path := (directory / file).resolve()).is_file()}
     also = {path for path in also if path.is_relative_to(directory)}
-    found = _in_git(directory) or dict.fromkeys((path.relative_to(directory) for path in directory.rglob("*")), False)
+    candidates = _in_git(directory) or dict.fromkeys(
+        (path.relative_to(directory) for path in directory.rglob("*")), False
+    )
     files, links, left_out = also, set[Path](), set[str]()
-    for name, tracked in found.items():
+    for name, tracked in candidates.items():
         path = directory / name
         if path in also or (not tracked and (_matches(name, _NEVER) or name.parts[0] == "runs")):  # or a module `runs`
             continue
@@ -295,7 +298,7 @@ def _chosen(directory: Path, named: Sequence[str]) -> tuple[list[Path], list[str
             files.add(path)
     # A link to what is shipped, too, is the same on the nodes; data and secrets elsewhere stay where they are.
     base, names = directory.resolve(), [path.relative_to(directory) for path in files]
-    shipped = {base / place for name in names for place in (name, *name.parents)}
+    shipped = {base / part for name in names for part in (name, *name.parents)}
     for path in links:
         if _target(path) in shipped:
             files.add(path)
@@ -319,13 +322,13 @@ def _in_git(directory: Path) -> dict[Path, bool]:
         listed = subprocess.run(command, capture_output=True, check=True).stdout.decode()
     except (OSError, subprocess.CalledProcessError):
         return {}
-    found: dict[Path, bool] = {}
+    files: dict[Path, bool] = {}
     for entry in filter(None, listed.split("\0")):
         name, tracked = Path(entry[2:]), entry[0] != "?"
         is_repository = (directory / name / ".git").exists() and not (directory / name).is_symlink()
         inner = _in_git(directory / name) if is_repository else {}
-        found |= {name / each: known and tracked for each, known in inner.items()} or {name: tracked}
-    return found
+        files |= {name / path: is_tracked and tracked for path, is_tracked in inner.items()} or {name: tracked}
+    return files
 
 
 def _matches(path: Path, patterns: Sequence[str]) -> bool:
@@ -342,8 +345,6 @@ def _is_rendered(path: Path) -> bool:
 
 
 def _packed(directory: Path, files: list[Path]) -> bytes:
-    import gzip
-
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
         for path in files:

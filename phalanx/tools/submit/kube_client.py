@@ -77,8 +77,8 @@ class KubeClient:
     def pods(self, selector: str) -> list[Object]:
         """Return the pods with a label, the oldest first."""
         with self._answers():
-            found = self._core.list_namespaced_pod(self.namespace, label_selector=selector)
-        plain = [self._api.sanitize_for_serialization(each) for each in found.items]
+            answer = self._core.list_namespaced_pod(self.namespace, label_selector=selector)
+        plain = [self._api.sanitize_for_serialization(item) for item in answer.items]
         return sorted(plain, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
 
     def largest(self, resource: str) -> int | None:
@@ -122,8 +122,8 @@ class KubeClient:
         else:
             kind = _CORE[thing["kind"]]
         answer = getattr(self._any if group else self._core, f"{verb}_namespaced_{kind}")(**where, **more)
-        found: Object = self._api.sanitize_for_serialization(answer)
-        return found
+        content: Object = self._api.sanitize_for_serialization(answer)
+        return content
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class KubeClient:
 
 
 def _namespace_of(contexts: tuple[list[Object], Object], name: str | None) -> str:
-    used = next((each for each in contexts[0] if each["name"] == name), contexts[1])
+    used = next((context for context in contexts[0] if context["name"] == name), contexts[1])
     return str(used["context"].get("namespace", "default"))
 
 
@@ -177,16 +177,18 @@ def follow_pods(cluster: KubeClient, selector: str, has_ended: Callable[[], bool
                 threads[_name(pod)].start()
         until = time.monotonic() + _POLL_SECONDS
         while (
-            (ended and any(each.is_alive() for each in threads.values())) or time.monotonic() < until or lines.qsize()
+            (ended and any(thread.is_alive() for thread in threads.values()))
+            or time.monotonic() < until
+            or lines.qsize()
         ):
             try:
-                found = lines.get(timeout=0.1)
+                item = lines.get(timeout=0.1)
             except queue.Empty:
-                if ended and not any(each.is_alive() for each in threads.values()) and not lines.qsize():
+                if ended and not any(thread.is_alive() for thread in threads.values()) and not lines.qsize():
                     return
                 continue
-            if isinstance(found, Exception):
-                raise found
-            yield found
+            if isinstance(item, Exception):
+                raise item
+            yield item
         if ended:
             return

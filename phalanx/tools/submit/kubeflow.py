@@ -50,8 +50,8 @@ class Kubeflow(OnKubernetes):
             job
         )
 
-    def machine(self, pod: Object) -> int:
-        """Return which machine a pod is: the master, and after it the workers."""
+    def node(self, pod: Object) -> int:
+        """Return which node a pod is: the master, and after it the workers."""
         labels = pod["metadata"].get("labels", {})
         if INDEX in labels:
             return int(labels[INDEX])
@@ -95,7 +95,7 @@ class Kubeflow(OnKubernetes):
         return {"cleanPodPolicy": "None", "backoffLimit": 6, "ttlSecondsAfterFinished": 86400, **self.limit(job)}
 
     def _pytorchjob(self, job: ClusterJob) -> list[Object]:
-        """Return a PyTorchJob: a master and workers, each a launcher; RANK is the number of the machine."""
+        """Return a PyTorchJob: a master and workers, each a launcher; RANK is the number of the node."""
         before = 'node="$RANK"; unset RANK WORLD_SIZE  # the launcher sets them for its ranks'
         text = pods.script(job, self.options, node="$node", host=f"{job.name}-master-0", before=before)
         # v1 restarts only codes above 127 under ExitCode, and 75 must be started again.
@@ -108,16 +108,16 @@ class Kubeflow(OnKubernetes):
         return [self._object(job, "kubeflow.org/v1", "PyTorchJob", spec)]
 
     def _template(self, job: ClusterJob, text: str, container: str) -> Object:
-        found = pods.pod_template(job, self.options, text, container)
-        del found["spec"]["restartPolicy"]  # the replica has one
-        return found
+        template = pods.pod_template(job, self.options, text, container)
+        del template["spec"]["restartPolicy"]  # the replica has one
+        return template
 
     def _mpijob(self, job: ClusterJob) -> list[Object]:
         """Return an MPIJob whose mpirun starts one launcher per worker, and a Service that names the first worker."""
-        names = [each["name"] for each in pods.variables(job) if "value" in each]
-        shown = [word for name in [*names, VARIABLE] for word in ("-x", name)]
+        names = [variable["name"] for variable in pods.variables(job) if "value" in variable]
+        exports = [word for name in [*names, VARIABLE] for word in ("-x", name)]
         endpoint = ["--rdzv-endpoint", f"{job.name}:{pods.PORT}"] if job.nodes > 1 else []
-        start = ["mpirun", "-n", str(job.nodes), "--map-by", "ppr:1:node", "--bind-to", "none", *shown]
+        start = ["mpirun", "-n", str(job.nodes), "--map-by", "ppr:1:node", "--bind-to", "none", *exports]
         start += ["-x", f"MASTER_ADDR={job.name}"]
         launcher = self._template(
             job, f"exec {shlex.join([*start, *job.train_command('phalanx', *endpoint)])}\n", "mpi"

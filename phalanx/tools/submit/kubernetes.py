@@ -50,10 +50,10 @@ class OnKubernetes(Target[PodOptions]):
                 hint="Build one with deploy/Dockerfile, then: --image registry/phalanx:1",
             )
         pods.check_quantities(self.options)
-        own = self.objects(job)
+        of_job = self.objects(job)
         code = [_code(job, self.options)] if self.options.ship == "archive" else []
-        found = override([*code, *own], self.options.overrides)
-        if lost := pods.lost_with_pod(job, self.options, found):
+        documents = override([*code, *of_job], self.options.overrides)
+        if lost := pods.lost_with_pod(job, self.options, documents):
             keep = f"--pvc CLAIM:{pods.folder_of(job, self.options)} or --checkpoint-dir s3://BUCKET/{job.name}"
             if job.nodes > 1:
                 raise UsageError(
@@ -61,7 +61,7 @@ class OnKubernetes(Target[PodOptions]):
                     hint=f"Write: {keep}. Several pods mount a claim that is ReadWriteMany.",
                 )
             say_to_user(f"{lost} is removed with the pod, and one that replaces it starts anew. To keep it: {keep}")
-        return {self.file: dump(found, pods.comments(job, self.options), job.origin(self.name, self.options))}
+        return {self.file: dump(documents, pods.comments(job, self.options), job.origin(self.name, self.options))}
 
     def limit(self, job: ClusterJob) -> dict[str, int]:
         """Return the time limit as a field of a spec."""
@@ -74,29 +74,29 @@ class OnKubernetes(Target[PodOptions]):
     def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
         """Let the API server check the objects, and compare the GPUs with those of the nodes."""
         cluster, options = self._cluster(), self.options
-        found = parse(files[self.file])
-        for thing in found:
+        documents = parse(files[self.file])
+        for thing in documents:
             cluster.create(thing, dry_run=True)
-        kinds = " and ".join(thing["kind"] for thing in found)
+        kinds = " and ".join(thing["kind"] for thing in documents)
         checked = [f"{cluster.server} accepts {kinds} in namespace {cluster.namespace} (server-side dry run)"]
         largest = cluster.largest(options.gpu_resource) if job.device == "cuda" else None
         if largest is not None and largest < job.ranks_per_node:
             raise UsageError(
                 f"a pod asks for {job.ranks_per_node} {options.gpu_resource}, and the largest node has {largest}",
-                hint=f"Use more machines with fewer ranks: --gpus-per-node {max(largest, 1)}.",
+                hint=f"Use more nodes with fewer ranks: --gpus-per-node {max(largest, 1)}.",
             )
         return [*checked, *([f"a node has {largest} {options.gpu_resource}"] if largest is not None else [])]
 
     def submit(self, job: ClusterJob, folder: Path) -> str:
         """Create the objects; when one is refused, those before it are removed."""
-        cluster, made = self._cluster(), list[Object]()
+        cluster, created = self._cluster(), list[Object]()
         try:
             for thing in [_secret(job), *load(folder / self.file)]:
-                made.append({**thing, "metadata": cluster.create(thing)["metadata"]})
-            for thing in made[:-1]:  # they are removed together with the job
-                cluster.own(thing, made[-1])
+                created.append({**thing, "metadata": cluster.create(thing)["metadata"]})
+            for thing in created[:-1]:  # they are removed together with the job
+                cluster.own(thing, created[-1])
         except BaseException:
-            for thing in reversed(made):
+            for thing in reversed(created):
                 try:
                     cluster.delete(thing)
                 except UsageError as error:  # why the submission failed is the error to report
@@ -110,51 +110,55 @@ class OnKubernetes(Target[PodOptions]):
     def status(self, record: JobRecord) -> Status:
         """Ask for the job's conditions, and for its pods where there are none."""
         cluster = self._cluster()
-        found = cluster.get(self._main(record))
-        if found is None:
+        thing = cluster.get(self._main(record))
+        if thing is None:
             return Status("lost", f"not in namespace {cluster.namespace}: deleted, or removed some time after its end")
-        state = self.state(found)
+        state = self.state(thing)
         if state is not None and state.state in ENDED:
             return state
         listed = cluster.pods(f"{self.selector}={record.name}")
         return state or _state_of_pods(listed)
 
-    def state(self, found: Object) -> Status | None:
+    def state(self, thing: Object) -> Status | None:
         """Return the state that conditions say; None while they say nothing."""
-        held = [each for each in found.get("status", {}).get("conditions", []) if each.get("status") == "True"]
-        for each in held:
-            detail = ": ".join(text for text in (each.get("reason", ""), each.get("message", "")) if text)
-            if each["type"] in _FINISHED:
-                return Status("finished", detail or each["type"])
-            if each["type"] == "Failed":
+        conditions = [
+            condition
+            for condition in thing.get("status", {}).get("conditions", [])
+            if condition.get("status") == "True"
+        ]
+        for condition in conditions:
+            detail = ": ".join(text for text in (condition.get("reason", ""), condition.get("message", "")) if text)
+            if condition["type"] in _FINISHED:
+                return Status("finished", detail or condition["type"])
+            if condition["type"] == "Failed":
                 return Status("failed", detail or "Failed")
-            if each["type"] == "Suspended":
+            if condition["type"] == "Suspended":
                 return Status("queued", detail or "Suspended")
         return None
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
-        """Read the output of the pods: of all, each line with the number of its machine, or of one rank's."""
+        """Read the output of the pods: of all, each line with the number of its node, or of one rank's."""
         cluster, main = self._cluster(), self._main(record)
         ranks = int(main["metadata"].get("annotations", {}).get(pods.RANKS, 1))
-        wanted = None if rank is None else rank // ranks
+        node = None if rank is None else rank // ranks
         selector = f"{self.selector}={record.name}"
         lines = self._following(cluster, selector, record) if follow else self._written(cluster, selector)
         for pod, line in lines:
-            number = self.machine(pod)
-            if wanted is None or number == wanted:
-                yield line if wanted is not None else f"[{number}] {line}"
-        if wanted is not None and wanted not in map(self.machine, cluster.pods(selector)):
+            number = self.node(pod)
+            if node is None or number == node:
+                yield line if node is not None else f"[{number}] {line}"
+        if node is not None and node not in map(self.node, cluster.pods(selector)):
             raise UsageError(f"no pod has rank {rank}: there are {ranks} per pod", hint="See: phalanx jobs show JOB")
 
-    def machine(self, pod: Object) -> int:
-        """Return which machine of the job a pod is."""
+    def node(self, pod: Object) -> int:
+        """Return which node of the job a pod is."""
         return int(pod["metadata"].get("labels", {}).get(INDEX, 0))
 
     def _following(self, cluster: KubeClient, selector: str, record: JobRecord) -> Iterator[tuple[Object, str]]:
         return follow_pods(cluster, selector, lambda: self.status(record).state in ENDED)
 
     def _written(self, cluster: KubeClient, selector: str) -> Iterator[tuple[Object, str]]:
-        for pod in sorted(cluster.pods(selector), key=self.machine):
+        for pod in sorted(cluster.pods(selector), key=self.node):
             if pod["status"].get("phase") != "Pending":
                 yield from ((pod, line) for line in cluster.log(pod["metadata"]["name"], follow=False))
 
@@ -192,7 +196,7 @@ class Kubernetes(OnKubernetes):
     name = "kubernetes"
 
     def objects(self, job: ClusterJob) -> list[Object]:
-        """Return Service and Job; one machine needs no Service."""
+        """Return Service and Job; one node needs no Service."""
         about = pods.metadata(job, self.options)
         service = {
             "apiVersion": "v1",
@@ -239,7 +243,7 @@ class JobSet(OnKubernetes):
 
 
 def job_spec(target: OnKubernetes, job: ClusterJob, host: str) -> Object:
-    """Return the spec of an Indexed Job: one pod per machine, and what its exit codes mean."""
+    """Return the spec of an Indexed Job: one pod per node, and what its exit codes mean."""
     text = pods.script(job, target.options, node="$JOB_COMPLETION_INDEX", host=host)
     codes = {"containerName": "train", "operator": "In"}
     return {
@@ -264,18 +268,18 @@ def _state_of_pods(listed: list[Object]) -> Status:
     """Return the state that pods say: running when one runs; else why the first that waits does."""
     nodes = tuple(dict.fromkeys(pod["spec"]["nodeName"] for pod in listed if pod["spec"].get("nodeName")))
     phases = [pod["status"].get("phase") for pod in listed]
-    said = next((text for pod in listed if (text := _waiting(pod))), "")
+    reason = next((text for pod in listed if (text := _waiting(pod))), "")
     counts = ", ".join(f"{phases.count(phase)} {phase}" for phase in dict.fromkeys(phases))
-    detail = "; ".join(text for text in (counts and f"pods: {counts}", said) if text)
+    detail = "; ".join(text for text in (counts and f"pods: {counts}", reason) if text)
     return Status("running" if "Running" in phases else "queued", detail or "no pods yet", nodes)
 
 
 def _waiting(pod: Object) -> str:
     """Return why a pod does not run: its image, or no node for it."""
-    for each in pod["status"].get("containerStatuses", []):
-        if (waiting := each.get("state", {}).get("waiting")) and waiting.get("message"):
+    for entry in pod["status"].get("containerStatuses", []):
+        if (waiting := entry.get("state", {}).get("waiting")) and waiting.get("message"):
             return f"{waiting.get('reason')}: {waiting['message']}"
-    for each in pod["status"].get("conditions", []):
-        if each.get("status") == "False" and each.get("message") and pod["status"].get("phase") == "Pending":
-            return f"{each.get('reason')}: {each['message']}"
+    for entry in pod["status"].get("conditions", []):
+        if entry.get("status") == "False" and entry.get("message") and pod["status"].get("phase") == "Pending":
+            return f"{entry.get('reason')}: {entry['message']}"
     return ""

@@ -1,4 +1,4 @@
-"""The pod that every target on Kubernetes runs: one machine of the job, with one launcher in it. And its options."""
+"""The pod that every target on Kubernetes runs: one node of the job, with one launcher in it. And its options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PodOptions(CommonOptions):
 
 
 COMMENTS = {
-    "spec.parallelism": "machines: one pod for each",
+    "spec.parallelism": "nodes: one pod for each",
     "spec.completions": "the same number",
     "backoffLimitPerIndex": "how often a pod may fail by itself; evictions and exit code 75 do not count",
     "ttlSecondsAfterFinished": "the objects are removed so long after the end",
@@ -60,10 +60,10 @@ COMMENTS = {
     "terminationGracePeriodSeconds": "time to save when the pod is evicted",
     "nodeSelector": "labels of nodes",
     "priorityClassName": "who goes first",
-    "whenUnsatisfiable": "DoNotSchedule: insist on one pod per machine",
+    "whenUnsatisfiable": "DoNotSchedule: insist on one pod per node",
     "image": "must have phalanx in it",
     "workingDir": "where the ranks run",
-    "limits.cpu": "CPU cores of the machine",
+    "limits.cpu": "CPU cores of the node",
     "limits.memory": "memory, /dev/shm included",
     "limits.nvidia.com/gpu": "one rank for each",
     "sizeLimit": "of /dev/shm, for data workers and ranks of one pod",
@@ -81,10 +81,10 @@ _CORES = r"\d+(\.\d+)?m?"
 
 def comments(job: ClusterJob, options: PodOptions) -> dict[str, str]:
     """Return all comments; those on what a pod asks for say where the numbers come from."""
-    cpu = "CPU cores of the machine" if options.cpu else f"{job.cores[1]}; --cpu gives another number"
+    cpu = "CPU cores of the node" if options.cpu else f"{job.cores[1]}; --cpu gives another number"
     memory = f"{_gib_per_rank(job)}Gi for each rank; --memory gives another number, and a limit"
-    given = "memory, /dev/shm included"
-    return {**COMMENTS, "requests.cpu": cpu, "requests.memory": given if options.memory else memory}
+    memory_note = "memory, /dev/shm included"
+    return {**COMMENTS, "requests.cpu": cpu, "requests.memory": memory_note if options.memory else memory}
 
 
 def folder_of(job: ClusterJob, options: CommonOptions) -> str:
@@ -112,10 +112,10 @@ def script(
 
 def pod_template(job: ClusterJob, options: PodOptions, text: str, container: str = "train") -> dict[str, Any]:
     """Return the template of one pod."""
-    found = {
+    spec = {
         "imagePullSecrets": [{"name": options.image_pull_secret}] if options.image_pull_secret else None,
         "nodeSelector": _pairs("--node-selector", options.node_selector) or None,
-        "tolerations": [_toleration(each) for each in _parts(options.tolerations)] or None,
+        "tolerations": [_toleration(part) for part in _parts(options.tolerations)] or None,
         "priorityClassName": options.priority_class,
     }
     return {
@@ -125,7 +125,7 @@ def pod_template(job: ClusterJob, options: PodOptions, text: str, container: str
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": SAVE_SECONDS,
-            **{key: value for key, value in found.items() if value is not None},
+            **{key: value for key, value in spec.items() if value is not None},
             "topologySpreadConstraints": [_spread(job)],
             "securityContext": security(),
             "containers": [pod_container(job, options, text, container)],
@@ -151,10 +151,10 @@ def labels(job: ClusterJob) -> dict[str, str]:
 def metadata(job: ClusterJob, options: PodOptions) -> dict[str, Any]:
     """Return the metadata of an object."""
     queue = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
-    place = {"namespace": options.namespace} if options.namespace else {}
+    namespace = {"namespace": options.namespace} if options.namespace else {}
     return {
         "name": job.name,
-        **place,
+        **namespace,
         "labels": {**labels(job), **queue},
         "annotations": {RANKS: f"{job.ranks_per_node}"},
     }
@@ -196,19 +196,19 @@ def variables(job: ClusterJob) -> list[dict[str, Any]]:
 
 
 def resources(job: ClusterJob, options: PodOptions) -> dict[str, Any]:
-    """Return what a pod asks for; what is given is a limit, too, and without it ranks use what the machine has."""
-    asked = {"cpu": options.cpu, "memory": options.memory}
-    found = {key: value for key, value in asked.items() if value}
+    """Return what a pod asks for; what is given is a limit, too, and without it ranks use what the node has."""
+    requested = {"cpu": options.cpu, "memory": options.memory}
+    limits = {key: value for key, value in requested.items() if value}
     least = {
         "cpu": f"{job.ranks_per_node * job.cores[0]}",
         "memory": f"{job.ranks_per_node * _gib_per_rank(job)}Gi",
     }
     if job.device == "cuda":
-        found[options.gpu_resource] = str(job.ranks_per_node)
+        limits[options.gpu_resource] = str(job.ranks_per_node)
     if options.rdma_resource:
         name, _, count = options.rdma_resource.partition("=")
-        found[name] = count or "1"
-    return {"requests": {**least, **found}, **({"limits": found} if found else {})}
+        limits[name] = count or "1"
+    return {"requests": {**least, **limits}, **({"limits": limits} if limits else {})}
 
 
 def _gib_per_rank(job: ClusterJob) -> int:
@@ -233,7 +233,7 @@ def check_quantities(options: PodOptions) -> None:
 
 def _claims(options: PodOptions) -> dict[str, str]:
     """Return claims by the path where ranks see them."""
-    pairs = [each.partition(":") for each in _parts(options.pvc)]
+    pairs = [part.partition(":") for part in _parts(options.pvc)]
     if wrong := [claim for claim, _, path in pairs if not claim or not path.startswith("/")]:
         raise UsageError(f"--pvc {options.pvc}: {wrong[0]!r} has no path", hint="Write: --pvc CLAIM:/workspace")
     return {path: claim for claim, _, path in pairs}
@@ -241,7 +241,7 @@ def _claims(options: PodOptions) -> dict[str, str]:
 
 def _places(job: ClusterJob, options: PodOptions) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return volumes by the path of their mount: name and source."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {
+    volumes: dict[str, tuple[str, dict[str, Any]]] = {
         "/dev/shm": ("shm", {"emptyDir": {"medium": "Memory", "sizeLimit": options.shm_size}}),
         "/tmp": ("tmp", {"emptyDir": {}}),
     }
@@ -249,29 +249,29 @@ def _places(job: ClusterJob, options: PodOptions) -> dict[str, tuple[str, dict[s
     for path, claim in claims.items():
         label = claim.replace(".", "-")  # volumes have stricter names than claims
         name = f"claim-{label}" if label in _OWN_VOLUMES else label
-        found[path] = (name, {"persistentVolumeClaim": {"claimName": claim}})
-    kept = PurePosixPath(folder_of(job, options), job.run_dir)
-    if not any(kept.is_relative_to(path) for path in [*claims, "/tmp"]):
-        found[str(kept.parent)] = ("runs", {"emptyDir": {}})
+        volumes[path] = (name, {"persistentVolumeClaim": {"claimName": claim}})
+    run_folder = PurePosixPath(folder_of(job, options), job.run_dir)
+    if not any(run_folder.is_relative_to(path) for path in [*claims, "/tmp"]):
+        volumes[str(run_folder.parent)] = ("runs", {"emptyDir": {}})
     if options.ship == "archive":
-        found["/phalanx-code"] = ("code", {"configMap": {"name": f"{job.name}-code"}})
-    return found
+        volumes["/phalanx-code"] = ("code", {"configMap": {"name": f"{job.name}-code"}})
+    return volumes
 
 
 def lost_with_pod(job: ClusterJob, options: CommonOptions, objects: Any) -> str:
     """Return the folder of the checkpoints where it is not on a volume that outlives a pod; empty where it is."""
-    kept = job.kept_flags(folder_of(job, options))[-1]
+    checkpoints = job.kept_flags(folder_of(job, options))[-1]
     mounted, sources = dict[str, str](), dict[str, Any]()
     waiting = [objects]
     while waiting:  # pods are at different places in the objects, and overrides add volumes
-        each = waiting.pop()
-        waiting += each.values() if isinstance(each, dict) else each if isinstance(each, list) else []
-        if isinstance(each, dict):
-            mounted |= {mount["mountPath"]: mount["name"] for mount in each.get("volumeMounts") or []}
-            sources |= {volume["name"]: volume for volume in each.get("volumes") or []}
-    places = [path for path in mounted if PurePosixPath(kept).is_relative_to(path)]
+        node = waiting.pop()
+        waiting += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+        if isinstance(node, dict):
+            mounted |= {mount["mountPath"]: mount["name"] for mount in node.get("volumeMounts") or []}
+            sources |= {volume["name"]: volume for volume in node.get("volumes") or []}
+    places = [path for path in mounted if PurePosixPath(checkpoints).is_relative_to(path)]
     source = sources.get(mounted[max(places, key=len)], {}) if places else {"emptyDir": {}}
-    return "" if is_url(kept) or "emptyDir" not in source else kept
+    return "" if is_url(checkpoints) or "emptyDir" not in source else checkpoints
 
 
 def volumes(job: ClusterJob, options: PodOptions) -> list[dict[str, Any]]:
@@ -285,11 +285,11 @@ def mounts(job: ClusterJob, options: PodOptions) -> list[dict[str, Any]]:
 
 
 def _parts(text: str | None) -> list[str]:
-    return [each.strip() for each in (text or "").split(",") if each.strip()]
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def _pairs(flag: str, text: str | None) -> Mapping[str, str]:
-    pairs = [each.partition("=") for each in _parts(text)]
+    pairs = [part.partition("=") for part in _parts(text)]
     if wrong := [name for name, equals, _ in pairs if not equals]:
         raise UsageError(f"{flag} {text}: {wrong[0]!r} is not NAME=value", hint=f"Write: {flag} pool=gpu")
     return {name: value for name, _, value in pairs}
@@ -300,5 +300,5 @@ def _toleration(text: str) -> dict[str, str]:
     key, equals, value = rest.partition("=")
     if effect not in ("", "NoSchedule", "PreferNoSchedule", "NoExecute") or not key:
         raise UsageError(f"--tolerations {text}: expected KEY=value:NoSchedule, PreferNoSchedule or NoExecute")
-    found = {"key": key, **({"operator": "Equal", "value": value} if equals else {"operator": "Exists"})}
-    return {**found, **({"effect": effect} if effect else {})}
+    toleration = {"key": key, **({"operator": "Equal", "value": value} if equals else {"operator": "Exists"})}
+    return {**toleration, **({"effect": effect} if effect else {})}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shlex
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class RayJobs(Target[RayOptions]):
 
     name = "ray"
     options_class = RayOptions
-    lacks_uv = "ray: its machines run ranks in the environment that Ray runs in"
+    lacks_uv = "ray: its nodes run ranks in the environment that Ray runs in"
 
     def __init__(self, options: RayOptions) -> None:
         super().__init__(options)
@@ -61,7 +62,7 @@ class RayJobs(Target[RayOptions]):
         """Return the command that the cluster runs, or KubeRay's objects."""
         if self._kuberay is not None:
             return self._kuberay.render(job)
-        lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its machines", "set -e"]
+        lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its nodes", "set -e"]
         if self.options.ship != "archive":
             lines.append(f"cd {shlex.quote(job.directory)}")
         words = job.train_command(program_of(self.options), *IN_CLUSTER, *own_limit(job, self.options))
@@ -91,7 +92,7 @@ class RayJobs(Target[RayOptions]):
         runtime: dict[str, Any] = json.loads(environment.read_text()) if environment.is_file() else {}
         if self.options.ship == "archive":
             runtime["working_dir"] = str(_unpacked(folder))
-        given: str = self._call(
+        job_id: str = self._call(
             lambda client: client.submit_job(
                 entrypoint=f"bash -c {shlex.quote(script)}",
                 submission_id=folder.name,
@@ -100,15 +101,15 @@ class RayJobs(Target[RayOptions]):
                 entrypoint_num_cpus=self.options.entrypoint_cpus or None,
             )
         )
-        return given
+        return job_id
 
     def status(self, record: JobRecord) -> Status:
         """Ask the job API."""
         if self._kuberay is not None:
             return self._kuberay.status(record)
-        found = self._call(lambda client: client.get_job_info(record.id))
-        state = str(getattr(found.status, "value", found.status))
-        return Status(_STATES.get(state, "running"), error_line(state, str(found.message or "")))
+        info = self._call(lambda client: client.get_job_info(record.id))
+        state = str(getattr(info.status, "value", info.status))
+        return Status(_STATES.get(state, "running"), error_line(state, str(info.message or "")))
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
         """Return the output of the command, or the log of one rank."""
@@ -144,13 +145,13 @@ class RayJobs(Target[RayOptions]):
         self._call(lambda client: client.stop_job(record.id))
 
     def _address(self) -> str:
-        found = self.options.address or os.environ.get("RAY_API_SERVER_ADDRESS")
-        if not found or not found.startswith(("http://", "https://")):
+        address = self.options.address or os.environ.get("RAY_API_SERVER_ADDRESS")
+        if not address or not address.startswith(("http://", "https://")):
             raise UsageError(
-                f"--address {found}: expected the dashboard's URL" if found else "ray needs the cluster's address",
+                f"--address {address}: expected the dashboard's URL" if address else "ray needs the cluster's address",
                 hint="Write: --address http://HEAD:8265",
             )
-        return found
+        return address
 
     def _call(self, ask: Callable[[Any], Answer]) -> Answer:
         """Ask the cluster; its own answer, first line first, is the error."""
@@ -162,16 +163,15 @@ class RayJobs(Target[RayOptions]):
         try:
             return ask(JobSubmissionClient(address))
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            said = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            answer = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise UsageError(
-                f"{address}: {said[0]}", hint="Is the head's dashboard there? ray start --head --dashboard-host 0.0.0.0"
+                f"{address}: {answer[0]}",
+                hint="Is the head's dashboard there? ray start --head --dashboard-host 0.0.0.0",
             ) from None
 
 
 def _unpacked(folder: Path) -> Path:
     """Return the shipped code as a folder, which Ray packs itself."""
-    import tarfile
-
     code = folder / "code"
     for packed in folder.glob("code-*.tar.gz"):
         with tarfile.open(packed) as archive:
@@ -211,7 +211,7 @@ class KubeRay(OnKubernetes):
         return [{"apiVersion": "ray.io/v1", "kind": "RayJob", **about, "spec": spec}]
 
     def _ray_cluster(self, job: ClusterJob) -> Object:
-        """Return a head that runs no ranks, and one worker for each machine of the job."""
+        """Return a head that runs no ranks, and one worker for each node of the job."""
         head = self._pod(job, "head")
         container = head["spec"]["containers"][0]
         container["resources"] = {}
@@ -223,29 +223,29 @@ class KubeRay(OnKubernetes):
 
     def _pod(self, job: ClusterJob, name: str) -> Object:
         """Return a pod of the cluster; KubeRay starts Ray in it."""
-        found = pods.pod_template(job, self.options, "", name)
-        del found["spec"]["restartPolicy"], found["spec"]["containers"][0]["command"]
-        return found
+        template = pods.pod_template(job, self.options, "", name)
+        del template["spec"]["restartPolicy"], template["spec"]["containers"][0]["command"]
+        return template
 
     def _submitter(self, job: ClusterJob) -> Object:
         """Return the pod that hands the job to Ray and shows its output; KubeRay sets its command."""
-        found = self._pod(job, "ray-job-submitter")
-        found["spec"]["restartPolicy"] = "Never"
-        found["spec"]["containers"][0]["resources"] = {}
-        return found
+        template = self._pod(job, "ray-job-submitter")
+        template["spec"]["restartPolicy"] = "Never"
+        template["spec"]["containers"][0]["resources"] = {}
+        return template
 
-    def state(self, found: Object) -> Status | None:
+    def state(self, thing: Object) -> Status | None:
         """Return what KubeRay says: of a job its status, of a cluster whether it is ready."""
-        status: dict[str, Any] = found.get("status", {})
-        said = status.get("jobDeploymentStatus") or {"ready": "Running"}.get(status.get("state", ""), "")
-        if said not in _RAYJOB_STATES:
+        status: dict[str, Any] = thing.get("status", {})
+        deployment = status.get("jobDeploymentStatus") or {"ready": "Running"}.get(status.get("state", ""), "")
+        if deployment not in _RAYJOB_STATES:
             return None
         words = (
             status.get("jobStatus") or status.get("state", ""),
             status.get("reason", ""),
             status.get("message", ""),
         )
-        return Status(_RAYJOB_STATES[said], ": ".join(word for word in words if word))
+        return Status(_RAYJOB_STATES[deployment], ": ".join(word for word in words if word))
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
         """Read the output of the pods; Ray chooses where ranks run, so one rank's is not a pod's."""

@@ -132,16 +132,16 @@ class Slurm(Target[SlurmOptions]):
         yield f"# {job.origin(self.name, self.options)}"
         lines = [
             (f"--job-name={job.name}", "name in squeue"),
-            (f"--nodes={job.nodes}", "machines"),
-            (f"--ntasks-per-node={tasks}", "ranks per machine" if tasks > 1 else "one launcher per machine"),
+            (f"--nodes={job.nodes}", "nodes"),
+            (f"--ntasks-per-node={tasks}", "ranks per node" if tasks > 1 else "one launcher per node"),
             (f"--output={self._output(job)}", "output of all ranks; %j is the number of the job"),
             ("--open-mode=append", "a job that is started again adds to it"),
         ]
         if job.device == "cuda":
             gpus = f"--gres={options.gres}" if options.gres else f"--gpus-per-node={job.ranks_per_node}"
-            lines.append((gpus, "GPUs per machine"))
+            lines.append((gpus, "GPUs per node"))
         elif options.gres:
-            lines.append((f"--gres={options.gres}", "devices per machine"))
+            lines.append((f"--gres={options.gres}", "devices per node"))
         if not self._takes_all_cores:
             cores, counted = (options.cpus_per_rank, "") if options.cpus_per_rank else job.cores
             why = f"CPU cores of each task{f': {counted}; other: --cpus-per-rank' if counted else ''}"
@@ -149,19 +149,19 @@ class Slurm(Target[SlurmOptions]):
         plain = {flag: getattr(options, flag) for flag in _PLAIN}
         lines += [(f"--{flag}={value}", "") for flag, value in plain.items() if value is not None]
         if options.exclusive:
-            lines.append(("--exclusive", "no other job on these machines"))
+            lines.append(("--exclusive", "no other job on these nodes"))
         if options.time_limit is not None:
             lines.append((f"--time={_slurm_time(parse_duration(options.time_limit))}", "longest duration"))
             lines.append((f"--signal=USR1@{SIGNAL_SECONDS}", "then ranks save and leave, in time"))
-        lost = ("--requeue", "a lost machine puts the job back into the queue")
-        lines.append(lost if options.requeue else ("--no-requeue", "a lost machine ends the job"))
+        lost = ("--requeue", "a lost node puts the job back into the queue")
+        lines.append(lost if options.requeue else ("--no-requeue", "a lost node ends the job"))
         lines += [(flag, "") for flag in split_words("--sbatch", options.sbatch)]
         quoted = [(_quoted(flag), why) for flag, why in lines]
         yield from (f"#SBATCH {flag:<44} # {why}" if why else f"#SBATCH {flag}" for flag, why in quoted)
 
     @property
     def _takes_all_cores(self) -> bool:
-        """Whether ranks get all cores of machines that are theirs alone."""
+        """Whether ranks get all cores of nodes that are theirs alone."""
         return self.options.exclusive and self.options.cpus_per_rank is None
 
     def _output(self, job: ClusterJob) -> str:
@@ -173,7 +173,7 @@ class Slurm(Target[SlurmOptions]):
         yield f"cd {shlex.quote(job.directory)} || exit 1"
         yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
         yield ""
-        yield "# The first machine hosts the rendezvous. Node lists are compressed (n[1-4]); scontrol expands them."
+        yield "# The first node hosts the rendezvous. Node lists are compressed (n[1-4]); scontrol expands them."
         yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         yield ("MASTER_ADDR=$(scontrol show node \"$head\" --oneliner | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')")
         yield 'export MASTER_ADDR="${MASTER_ADDR:-$head}"'
@@ -208,23 +208,23 @@ class Slurm(Target[SlurmOptions]):
         """Return the command of a node; each task of an array has its own folder, or its part of a search."""
         program, ships = program_of(self.options), self.options.ship == "archive"
         # Shipped code is unpacked in a folder of each node; the run stays in the folder that all nodes see.
-        kept = str(Path(job.directory, job.run_dir)) if ships else job.run_dir
-        task = f"{kept}/{_TASK}" if self.options.array else kept
+        run_dir = str(Path(job.directory, job.run_dir)) if ships else job.run_dir
+        task = f"{run_dir}/{_TASK}" if self.options.array else run_dir
         if job.verb == "tune":
             again = f"$(test -e {shell_join([task], _SHELL)}/study.db && echo --resume)"
             words = job.train_command(program, "--part", f"{_TASK}/{_COUNT}", "--study-dir", task, _AGAIN)
             return shell_join(words, {**_SHELL, _AGAIN: again})
-        own = job.kept_flags(job.directory) if ships else []
+        flags = job.kept_flags(job.directory) if ships else []
         if self.options.array:
-            own = ["--run-dir", task, "--checkpoint-dir", f"{task}/checkpoints"]
-        return shell_join(job.train_command(program, *own), _SHELL)
+            flags = ["--run-dir", task, "--checkpoint-dir", f"{task}/checkpoints"]
+        return shell_join(job.train_command(program, *flags), _SHELL)
 
     def _inside(self, job: ClusterJob) -> str:
         """Return what starts the command inside a container, which sees the code and the run."""
         options = self.options
-        given = [each for each in (options.mounts or "").split(",") if each]
-        seen = {each.split(":")[1 if ":" in each else 0] for each in given}
-        places = [shlex.quote(each) for each in [*({job.directory} - seen), *given]]
+        listed = [mount for mount in (options.mounts or "").split(",") if mount]
+        targets = {mount.split(":")[1 if ":" in mount else 0] for mount in listed}
+        places = [shlex.quote(mount) for mount in [*({job.directory} - targets), *listed]]
         mounts = ",".join(['"$PWD"'] * (options.ship == "archive") + places)
         image = shlex.quote(_image(options.image or "", options.container))
         if options.container == "pyxis":
@@ -244,25 +244,27 @@ class Slurm(Target[SlurmOptions]):
         _need("sbatch")
         Path(job.directory, job.run_dir).mkdir(parents=True, exist_ok=True)  # sbatch makes no folder for the output
         # By the environment, which only this user can read: the store of the ranks is signed with the secret.
-        given = {"PHALANX_JOB_FOLDER": str(folder), "PHALANX_JOB_SECRET": secrets.token_hex(16)}
-        said = _ask("sbatch", "--parsable", "--export=ALL", str(folder / "train.sbatch"), env={**os.environ, **given})
-        return said.split(";")[0].strip()
+        variables = {"PHALANX_JOB_FOLDER": str(folder), "PHALANX_JOB_SECRET": secrets.token_hex(16)}
+        answer = _ask(
+            "sbatch", "--parsable", "--export=ALL", str(folder / "train.sbatch"), env={**os.environ, **variables}
+        )
+        return answer.split(";")[0].strip()
 
     def status(self, record: JobRecord) -> Status:
         """Ask squeue, and scontrol about a job that has left the queue."""
         _need("squeue")
-        found = subprocess.run(
+        result = subprocess.run(
             ["squeue", "--noheader", "--jobs", record.id, "--format", "%T|%r|%N"], capture_output=True, text=True
         )
-        lines = [line for line in found.stdout.splitlines() if line]
-        if found.returncode == 0 and lines:
+        lines = [line for line in result.stdout.splitlines() if line]
+        if result.returncode == 0 and lines:
             tasks = [line.split("|", 2) for line in lines]
             state, reason, _ = max(tasks, key=lambda task: task[0] == "RUNNING")  # of an array, one that runs
             detail = state if reason in ("None", "") else f"{state}: {reason}"
             nodes = tuple(sorted({nodes for _, _, nodes in tasks if nodes}))
             return Status(_STATES.get(state, "running"), detail, nodes)
-        if found.returncode != 0 and "Invalid job id" not in found.stderr:
-            raise _refused("squeue", found)  # a controller that does not answer has not forgotten the job
+        if result.returncode != 0 and "Invalid job id" not in result.stderr:
+            raise _refused("squeue", result)  # a controller that does not answer has not forgotten the job
         return _ended(record.id)
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
@@ -283,19 +285,19 @@ class Slurm(Target[SlurmOptions]):
 
 def _ended(number: str) -> Status:
     """Return the last state of a job that is not in the queue: scontrol remembers it for minutes, sacct for ever."""
-    shown = subprocess.run(["scontrol", "show", "job", number, "--oneliner"], capture_output=True, text=True)
-    tasks = re.findall(r"JobState=(\w+).*?ExitCode=(\d+:\d+)", shown.stdout)
-    if shown.returncode == 0 and tasks:
+    scontrol = subprocess.run(["scontrol", "show", "job", number, "--oneliner"], capture_output=True, text=True)
+    tasks = re.findall(r"JobState=(\w+).*?ExitCode=(\d+:\d+)", scontrol.stdout)
+    if scontrol.returncode == 0 and tasks:
         state, code = max(tasks, key=lambda task: task[0] != "COMPLETED")  # of an array, one that failed
         return _final(state, f"exit code {code}")
     if shutil.which("sacct"):
-        found = subprocess.run(
+        sacct = subprocess.run(
             ["sacct", "--noheader", "--parsable2", "--allocations", "--jobs", number, "--format", "State,ExitCode"],
             capture_output=True,
             text=True,
         )
-        if found.returncode == 0 and found.stdout.strip():
-            state_text, _, code_text = first_line(found.stdout).partition("|")
+        if sacct.returncode == 0 and sacct.stdout.strip():
+            state_text, _, code_text = first_line(sacct.stdout).partition("|")
             return _final(state_text.split()[0], f"exit code {code_text}")
     return Status("lost", "Slurm no longer knows it; see its output")
 
@@ -314,24 +316,24 @@ def _need(program: str) -> None:
 
 def _ask(*command: str, stdin: str | None = None, env: Mapping[str, str] | None = None) -> str:
     """Run a command of Slurm; its own first line is the error where it fails."""
-    found = subprocess.run(command, input=stdin, capture_output=True, text=True, env=env)
-    if found.returncode != 0:
-        raise _refused(command[0], found)
-    return found.stdout
+    result = subprocess.run(command, input=stdin, capture_output=True, text=True, env=env)
+    if result.returncode != 0:
+        raise _refused(command[0], result)
+    return result.stdout
 
 
 def _refused(program: str, ran: subprocess.CompletedProcess[str]) -> UsageError:
-    said = [line for line in (ran.stderr or ran.stdout).splitlines() if line.strip()] or ["failed"]
+    answer = [line for line in (ran.stderr or ran.stdout).splitlines() if line.strip()] or ["failed"]
     absent = any(text in ran.stderr for text in ("res_nsearch", "Unable to contact", "slurm.conf"))
     hint = "Slurm's controller does not answer. Looked for: SLURM_CONF, /etc/slurm/slurm.conf, its DNS entry."
-    return UsageError(f"{program}: {said[0].removeprefix(f'{program}: error: ')}", hint=hint if absent else "")
+    return UsageError(f"{program}: {answer[0].removeprefix(f'{program}: error: ')}", hint=hint if absent else "")
 
 
 def _is_array(text: str) -> bool:
     """Whether sbatch takes a text as the numbers of an array: 0-7, 1,3,5-9, 0-99:10%4."""
     numbers, _, at_once = text.partition("%")
-    found = [re.fullmatch(r"(\d+)(?:-(\d+)(?::[1-9]\d*)?)?", part) for part in numbers.split(",")]
-    rises = all(each is not None and int(each[2] or each[1]) >= int(each[1]) for each in found)
+    matches = [re.fullmatch(r"(\d+)(?:-(\d+)(?::[1-9]\d*)?)?", part) for part in numbers.split(",")]
+    rises = all(match is not None and int(match[2] or match[1]) >= int(match[1]) for match in matches)
     return rises and ("%" not in text or re.fullmatch(r"[1-9]\d*", at_once) is not None)
 
 

@@ -127,20 +127,20 @@ class Ssh(Target[SshOptions]):
         plan = self._plan(job, "", "")
         if self.options.uv:  # the versions are those of uv.lock
             is_there = f"test -d {folder if folder == '~' else shlex.quote(folder)}"
-            said = f"""{is_there} && echo '{{"has_folder": true}}' || echo '{{"has_folder": false}}'"""
-            script = shlex.quote(f"{FIND_UV}\n{said}")
-            found = _ask_all(plan, lambda host: [*plan.ssh, host, f"sh -c {script}"])
+            question = f"""{is_there} && echo '{{"has_folder": true}}' || echo '{{"has_folder": false}}'"""
+            script = shlex.quote(f"{FIND_UV}\n{question}")
+            facts = _ask_all(plan, lambda host: [*plan.ssh, host, f"sh -c {script}"])
         else:
-            found = self._facts = _ask_all(plan, lambda host: plan.remote(host, "facts", folder))
-            _check_same(found)
-        if lacking := [host for host, each in found.items() if not each["has_folder"]]:
+            facts = self._facts = _ask_all(plan, lambda host: plan.remote(host, "facts", folder))
+            _check_same(facts)
+        if lacking := [host for host, answer in facts.items() if not answer["has_folder"]]:
             raise UsageError(
                 f"{', '.join(lacking)}: the folder {job.directory} is not there",
                 hint="Share it between the hosts, or copy the code: --ship archive",
             )
-        first = next(iter(found.values()))
+        first = next(iter(facts.values()))
         have = "uv" if self.options.uv else f"phalanx {first['phalanx']} and torch {first['torch']}"
-        return [f"{len(found)} hosts answer, all with {have}"]
+        return [f"{len(facts)} hosts answer, all with {have}"]
 
     def _plan(self, job: ClusterJob, script: str, work: str) -> HostPlan:
         options = self.options
@@ -201,7 +201,7 @@ class Ssh(Target[SshOptions]):
         output = Path(job.directory, job.run_dir, "ssh.out")
         output.parent.mkdir(parents=True, exist_ok=True)
         output.unlink(missing_ok=True)
-        packed = next((each.read_bytes() for each in folder.glob("code-*.tar.gz")), None)
+        packed = next((path.read_bytes() for path in folder.glob("code-*.tar.gz")), None)
         plan = replace(self._prepare(job, (folder / "node.sh").read_text(), packed), output=str(output))
         try:
             return self._detach(plan, folder)
@@ -236,10 +236,10 @@ class Ssh(Target[SshOptions]):
         path = Path(record.folder) / STATE
         if not path.exists():
             return Status("lost", f"{path} is missing")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["state"] == "running" and not _is_alive(record):
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if state["state"] == "running" and not _is_alive(record):
             return Status("lost", "the process that held the connections was killed, and the launchers with it")
-        return Status(found["state"], found.get("detail", ""), tuple(found["hosts"]))
+        return Status(state["state"], state.get("detail", ""), tuple(state["hosts"]))
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
         """Read the output of all hosts, or the log of one rank."""
@@ -285,16 +285,16 @@ def _ask_all(plan: HostPlan, command: Callable[[str], list[str]]) -> dict[str, d
     """Return the facts of every host, asked all at once; refuse hosts that do not answer."""
     with ThreadPoolExecutor(len(plan.hosts)) as pool:
         answers = dict(zip(plan.hosts, pool.map(lambda host: _ask(command(host)), plan.hosts), strict=True))
-    found = {host: answer for host, answer in answers.items() if isinstance(answer, dict)}
+    facts = {host: answer for host, answer in answers.items() if isinstance(answer, dict)}
     if silent := {host: answer for host, answer in answers.items() if isinstance(answer, str)}:
-        raise _unreachable(silent, list(found))
-    return found
+        raise _unreachable(silent, list(facts))
+    return facts
 
 
-def _refuse_failed(what: str, failed: dict[str, str]) -> None:
+def _refuse_failed(action: str, failed: dict[str, str]) -> None:
     for host, text in failed.items():
-        said = text[max(0, text.find("error: ")) :]  # uv reports its steps before it
-        raise UsageError(f"{host}: {what}: {_first_line(said)}", hint="\n  ".join(said.strip().splitlines()[1:6]))
+        output = text[max(0, text.find("error: ")) :]  # uv reports its steps before it
+        raise UsageError(f"{host}: {action}: {_first_line(output)}", hint="\n  ".join(output.strip().splitlines()[1:6]))
 
 
 def _ask(command: list[str]) -> dict[str, Any] | str:
@@ -307,10 +307,10 @@ def _ask(command: list[str]) -> dict[str, Any] | str:
     if ran.returncode:
         return f"{_first_line(ran.stderr or ran.stdout)} (after {time.monotonic() - began:.1f} s)"
     try:
-        found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+        facts: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return f"expected its versions, and it wrote: {_first_line(ran.stdout)}"
-    return found
+    return facts
 
 
 def _first_line(text: str) -> str:
@@ -325,16 +325,16 @@ def _unreachable(silent: dict[str, str], answered: list[str]) -> UsageError:
     return UsageError("\n  ".join([*lines, f"{others}; nothing was started"]), hint=hints[0] if hints else "")
 
 
-def _check_same(found: dict[str, dict[str, Any]]) -> None:
+def _check_same(facts: dict[str, dict[str, Any]]) -> None:
     """Refuse hosts with different versions; the ranks of one run exchange data by them."""
-    first = next(iter(found))
+    first = next(iter(facts))
     for package in ("phalanx", "torch"):
-        wanted = found[first][package]
-        if other := {host: each[package] for host, each in found.items() if each[package] != wanted}:
+        version = facts[first][package]
+        if other := {host: answer[package] for host, answer in facts.items() if answer[package] != version}:
             differ = ", ".join(f"{had} on {host}" for host, had in other.items())
             raise UsageError(
-                f"the hosts have different versions of {package}: {wanted} on {first}, {differ}",
-                hint=f"Install {package}=={wanted} on all of them; nothing was started.",
+                f"the hosts have different versions of {package}: {version} on {first}, {differ}",
+                hint=f"Install {package}=={version} on all of them; nothing was started.",
             )
 
 

@@ -152,8 +152,8 @@ def target_class(name: str) -> type[Target[Any]]:
     if name not in TARGETS:
         raise UsageError(unknown_name("target", name, TARGETS), hint="Write: phalanx submit slurm digits")
     module, _, attribute = TARGETS[name][0].partition(":")
-    found: type[Target[Any]] = getattr(import_module(module), attribute)
-    return found
+    kind: type[Target[Any]] = getattr(import_module(module), attribute)
+    return kind
 
 
 def user_file() -> Path:
@@ -167,14 +167,16 @@ def read_options(
 ) -> CommonOptions:
     """Merge the options of a target: the user's file, [submit.NAME] of --config, PHALANX_SUBMIT_*, flags."""
     kind = target_class(name).options_class
-    fields = {each.name: each for each in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if user_file().is_file():
         layers.append((str(user_file()), _table(read_document(user_file()), name, user_file())))
     layers += [(path, _table(read_document(path).get("submit", {}), name, path)) for path in config_files or []]
     prefix = f"PHALANX_SUBMIT_{name.upper()}_"
-    found = {key.removeprefix(prefix).lower(): value for key, value in environ.items() if key.startswith(prefix)}
-    layers.append(("environment", found))
+    of_environment = {
+        key.removeprefix(prefix).lower(): value for key, value in environ.items() if key.startswith(prefix)
+    }
+    layers.append(("environment", of_environment))
     layers.append(("flag", flags))
     values, mistakes = {}, []
     for origin, layer in layers:

@@ -81,19 +81,19 @@ class Domain:
         return self._range_mistakes()
 
     def _range_mistakes(self) -> list[str]:
-        found = []
+        mistakes = []
         if self.low > self.high:
             ordered = ", ".join(map(str, (self.high, self.low, *self.arguments[2:])))
-            found.append(
+            mistakes.append(
                 f"the bounds are reversed: write {self.kind} = [{ordered}], or {self.kind}({ordered}) in Python"
             )
         if self.meaning.log and self.low <= 0:
-            found.append(f"{self.kind} needs bounds above 0; got {self.low}")
+            mistakes.append(f"{self.kind} needs bounds above 0; got {self.low}")
         if self.meaning.step and self.step <= 0:
-            found.append(f"the step must be above 0; got {self.step}")
+            mistakes.append(f"the step must be above 0; got {self.step}")
         elif self.meaning.step and self.high > self.low and self.step > self.high - self.low:
-            found.append(f"the step {self.step} is larger than the range from {self.low} to {self.high}")
-        return found
+            mistakes.append(f"the step {self.step} is larger than the range from {self.low} to {self.high}")
+        return mistakes
 
     def grid(self) -> list[Any] | None:
         """Return every value, or None where there are too many."""
@@ -102,7 +102,7 @@ class Domain:
         if self.step is None or self.meaning.log or (self.high - self.low) / self.step >= _MOST_GRID_VALUES:
             return None
         count = math.floor((self.high - self.low) / self.step + 1e-9) + 1
-        return [self.snap(self.low + place * self.step) for place in range(count)]
+        return [self.snap(self.low + index * self.step) for index in range(count)]
 
     def distribution(self) -> Any:
         """Return it as a distribution of Optuna."""
@@ -130,13 +130,15 @@ class Domain:
             return self.snap(value)
         return next((one for one in self.arguments if self.stored(one) == value), value)
 
-    def suggest(self, asked: Any, name: str) -> Any:
+    def suggest(self, trial: Any, name: str) -> Any:
         """Return the value that a trial of Optuna draws or proposes."""
-        found = self.distribution()
+        distribution = self.distribution()
         if self.kind == "choice":
-            return self.restored(asked.suggest_categorical(name, found.choices))
-        ask = asked.suggest_int if self.meaning.integer else asked.suggest_float
-        return self.restored(ask(name, found.low, found.high, step=found.step, log=found.log))
+            return self.restored(trial.suggest_categorical(name, distribution.choices))
+        ask = trial.suggest_int if self.meaning.integer else trial.suggest_float
+        return self.restored(
+            ask(name, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
+        )
 
     def snap(self, value: float) -> Any:
         """Return the nearest value that the domain has."""
@@ -151,8 +153,8 @@ class Domain:
     def moved(self, value: Any, rng: random.Random) -> Any:
         """Return another value near this one (population-based training)."""
         if self.kind == "choice":
-            place = self.arguments.index(value) if value in self.arguments else 0
-            return self.arguments[min(max(place + rng.choice((-1, 1)), 0), len(self.arguments) - 1)]
+            index = self.arguments.index(value) if value in self.arguments else 0
+            return self.arguments[min(max(index + rng.choice((-1, 1)), 0), len(self.arguments) - 1)]
         factor = rng.choice(_FACTORS)
         moved = self.snap(value * factor)
         if moved == value and self.step is not None:  # a small whole number would never move

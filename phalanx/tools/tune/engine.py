@@ -106,17 +106,17 @@ class Pool:
 
     def ended(self) -> list[tuple[Trial, Ending]]:
         """Return the trials that have ended since the last call, by number."""
-        found: list[tuple[Trial, Any]] = []
+        pairs: list[tuple[Trial, Any]] = []
         while not self._ended.empty():
             trial, slot, ending = self._ended.get()
             self._running.pop(trial.number)[2].join()
             self._free.append(slot)
             self._free.sort(key=lambda free: free.number)
-            found.append((trial, ending))
-        for _, ending in found:
+            pairs.append((trial, ending))
+        for _, ending in pairs:
             if isinstance(ending, BaseException):
                 raise ending
-        return sorted(found, key=lambda pair: pair[0].number)
+        return sorted(pairs, key=lambda pair: pair[0].number)
 
     def stop(self, number: signal.Signals) -> None:
         """Ask every trial to stop; SIGINT twice kills."""
@@ -297,11 +297,11 @@ class IndependentTrials(SearchEngine):
                 self.start(halted, pool)
                 continue
             # Never the result of a trial that might still run in another slot: the points would depend on speed.
-            known = self.trials[: max(0, len(self.trials) - len(self.plan.executor.slots) + 1)]
-            waits = self.plan.search.learns and not all(trial.state.is_final for trial in known)
+            earlier = self.trials[: max(0, len(self.trials) - len(self.plan.executor.slots) + 1)]
+            waits = self.plan.search.learns and not all(trial.state.is_final for trial in earlier)
             if len(self.trials) >= self.plan.total or waits:
                 return
-            trial = self.record.open_trial(self.plan.search.point(len(self.trials), known))
+            trial = self.record.open_trial(self.plan.search.point(len(self.trials), earlier))
             self.trials.append(trial)
             self.start(trial, pool)
 

@@ -117,8 +117,8 @@ def _on_cpu(config: DistributedConfig, ranks: int, parallel: int | None, asked_g
 
 def slots_text(count: int, where: str, ranks: int) -> str:
     """Say how many trials run at once, and where."""
-    each = f", {ranks} ranks each" if ranks > 1 else ""
-    return f"{count} trial{'s' * (count > 1)} at once {where}{each}"
+    ranks_each = f", {ranks} ranks each" if ranks > 1 else ""
+    return f"{count} trial{'s' * (count > 1)} at once {where}{ranks_each}"
 
 
 @dataclass(frozen=True)

@@ -74,16 +74,16 @@ def axes_and_lines(trials: Sequence[Trial], space: SearchSpace, objective: Objec
     """Return the axes (hyperparameters, then the metric) and the trials that have a result, worst first."""
     ended = [trial for trial in trials if trial.state in (State.FINISHED, State.STOPPED)]
     measured = [(trial.value(objective), trial) for trial in ended]
-    known = [(value, trial) for value, trial in measured if value is not None and math.isfinite(value)]
-    numbers = [value for value, _ in known]
+    results = [(value, trial) for value, trial in measured if value is not None and math.isfinite(value)]
+    numbers = [value for value, _ in results]
     axes = [_axis(name, domain) for name, domain in space.domains.items()]
     axes.append(Axis(objective.metric, min(numbers, default=0.0), max(numbers, default=1.0)))
-    known.sort(key=lambda each: (objective.goodness(each[0]), -each[1].number))
-    most = max(1, len(known) - 1)
+    results.sort(key=lambda pair: (objective.goodness(pair[0]), -pair[1].number))
+    most = max(1, len(results) - 1)
     lines = []
-    for rank, (value, trial) in enumerate(known):
-        given = [trial.params.get(axis.name, UNUSED) for axis in axes[:-1]]
-        positions = tuple(axis.position(one) for axis, one in zip(axes, [*given, value], strict=True))
+    for rank, (value, trial) in enumerate(results):
+        params = [trial.params.get(axis.name, UNUSED) for axis in axes[:-1]]
+        positions = tuple(axis.position(one) for axis, one in zip(axes, [*params, value], strict=True))
         lines.append(Line(trial, value, positions, tuple(trial.curve(objective)), rank / most))
     return axes, lines
 
@@ -144,7 +144,7 @@ def _title(line: Line) -> str:
 def _history(objective: Objective, lines: Sequence[Line]) -> str:
     if not lines:
         return ""
-    ordered = sorted(lines, key=lambda each: each.trial.number)
+    ordered = sorted(lines, key=lambda item: item.trial.number)
     numbers = Axis.of("trial", (line.trial.number for line in ordered))
     plot = Plot(numbers, Axis.of(objective.metric, (line.value for line in ordered)), (720, 300))
     course, so_far = [], ordered[0].value
@@ -187,8 +187,10 @@ def importances(results: Results, space: SearchSpace) -> dict[str, float]:
             study.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=value))
     if len(study.trials) < _COMPARED or len(named) < 2:
         return {}
-    found = optuna.importance.get_param_importances(study, evaluator=optuna.importance.PedAnovaImportanceEvaluator())
-    shares = {name: float(share) for name, share in found.items() if math.isfinite(share)}
+    importance_of = optuna.importance.get_param_importances(
+        study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
+    )
+    shares = {name: float(share) for name, share in importance_of.items() if math.isfinite(share)}
     return shares if sum(shares.values()) > 0 else {}
 
 
@@ -263,6 +265,6 @@ def _trials(results: Results) -> str:
 
 def _links(folder: Path, root: Path) -> str:
     """Return links to a trial's run folder and its files, those that exist."""
-    found = [("run", folder), *((name, folder / name) for name in ("logs", "config.toml", "events.jsonl"))]
-    relative = [(name, os.path.relpath(path, root)) for name, path in found if path.exists()]
+    paths = [("run", folder), *((name, folder / name) for name in ("logs", "config.toml", "events.jsonl"))]
+    relative = [(name, os.path.relpath(path, root)) for name, path in paths if path.exists()]
     return " ".join(f'<a href="{escape(path)}">{escape(name)}</a>' for name, path in relative)

@@ -30,11 +30,11 @@ def exploits(
         members, key=lambda trial: (-objective.goodness(trial.value_from(boundary, objective)), trial.number)
     )
     count = min(max(1, int(len(ranked) * _QUANTILE)), len(ranked) // 2)
-    found = []
+    pairs = []
     for loser in sorted(ranked[len(ranked) - count :] if count else [], key=lambda trial: trial.number):
         rng = random.Random(f"{seed}/{boundary}/{loser.number}")
-        found.append((loser, rng.choice(ranked[:count]), rng))
-    return found
+        pairs.append((loser, rng.choice(ranked[:count]), rng))
+    return pairs
 
 
 class Population(SearchEngine):

@@ -108,9 +108,9 @@ class Record:
         values = {name: domain.stored(params[name]) for name, domain in domains.items()}
         # Enqueued with its point: an interruption must not leave a trial without one.
         self._study.enqueue_trial(values, user_attrs={"params": json.dumps({**params, **values}, default=repr)})
-        asked = self._study.ask({name: domain.distribution() for name, domain in domains.items()})
-        self._ids[asked.number] = asked._trial_id
-        return Trial(asked.number, params, self._folder_of(asked.number))
+        optuna_trial = self._study.ask({name: domain.distribution() for name, domain in domains.items()})
+        self._ids[optuna_trial.number] = optuna_trial._trial_id
+        return Trial(optuna_trial.number, params, self._folder_of(optuna_trial.number))
 
     def update(self, trial: Trial) -> None:
         """Record a running trial's point, lineage and verdict."""
@@ -185,8 +185,8 @@ class MlflowTracking(Tracking):
         self._client = mlflow.MlflowClient(tracking_uri=self.uri)
         self._objective = objective
         name_of = config.mlflow if isinstance(config.mlflow, str) else "phalanx"
-        known = self._client.get_experiment_by_name(name_of)
-        self._experiment = str(known.experiment_id if known else self._client.create_experiment(name_of))
+        existing = self._client.get_experiment_by_name(name_of)
+        self._experiment = str(existing.experiment_id if existing else self._client.create_experiment(name_of))
         file = folder / _RUN_FILE
         if not file.exists():
             file.write_text(self._make(config.name or f"tune-{name}", {}), encoding="utf-8")

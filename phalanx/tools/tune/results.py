@@ -32,9 +32,11 @@ def point_words(params: dict[str, Any]) -> str:
 
 def columns(trials: Sequence[Trial], objective: Objective) -> tuple[list[str], list[list[str]]]:
     """Return the table's head and rows; hyperparameters that are the same in all trials are left out."""
-    found = dict.fromkeys(name for trial in trials for name in trial.params)
+    all_names = dict.fromkeys(name for trial in trials for name in trial.params)
     unset = object()
-    names = [n for n in found if len({repr(trial.params.get(n, unset)) for trial in trials}) > 1 or len(trials) == 1]
+    names = [
+        n for n in all_names if len({repr(trial.params.get(n, unset)) for trial in trials}) > 1 or len(trials) == 1
+    ]
     head = ["trial", "state", "iteration", objective.metric, *names, "time"]
     return head, [
         [
@@ -91,12 +93,12 @@ class PlainTable:
         self._objective = objective
         self.progress = SearchProgress(objective)
         self._out, _ = guarded_streams(out)
-        self._shown: dict[int, State] = {}
+        self._states: dict[int, State] = {}
 
     def show(self, trials: Sequence[Trial]) -> None:
         """Write the changes since the last call."""
         for trial in trials:
-            before, self._shown[trial.number] = self._shown.get(trial.number), trial.state
+            before, self._states[trial.number] = self._states.get(trial.number), trial.state
             starts = before in (None, State.WAITING) and trial.state is State.RUNNING
             ends = trial.state.is_final and before is not trial.state
             if starts or ends:
@@ -107,9 +109,9 @@ class PlainTable:
         if trial.state is State.RUNNING:
             return f"trial {trial.number} started: {point_words(trial.params)}"
         value = trial.value(self._objective)
-        found = "" if value is None else f", {self._objective.metric} {brief(value)}"
+        result = "" if value is None else f", {self._objective.metric} {brief(value)}"
         cause = f": {trial.cause}" if trial.cause else ""
-        return f"trial {trial.number} {trial.state} at iteration {trial.iteration}{found}{cause}"
+        return f"trial {trial.number} {trial.state} at iteration {trial.iteration}{result}{cause}"
 
     def notice(self, text: str) -> None:
         """Write a line."""
@@ -157,8 +159,8 @@ class LiveTable:
         rows = max(5, min(_MOST_ROWS, self._terminal.height - 6))
         active = [trial for trial in self._trials if trial.state is State.RUNNING]
         rest = [trial for trial in ranked(self._trials, self._objective) if trial.state is not State.RUNNING]
-        shown = (active + rest)[:rows]
-        return self._table(shown, self.progress.words(self._trials))
+        trials = (active + rest)[:rows]
+        return self._table(trials, self.progress.words(self._trials))
 
     def _table(self, trials: Sequence[Trial], caption: str | None = None) -> Any:
         from rich.table import Table
@@ -256,9 +258,10 @@ def write_best(results: Results, subject: Trainable) -> Path:
         if values:
             lines += ["", f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
     if not tables:
-        own = {name: value for name, value in best.params.items() if name not in NAMES}
+        of_program = {name: value for name, value in best.params.items() if name not in NAMES}
         lines += [
-            f"# {name} = {json.dumps(value, default=repr)}  (an argument of the program)" for name, value in own.items()
+            f"# {name} = {json.dumps(value, default=repr)}  (an argument of the program)"
+            for name, value in of_program.items()
         ]
     path = results.folder / BEST_FILE
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

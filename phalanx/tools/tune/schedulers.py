@@ -72,9 +72,9 @@ class Asha(Scheduler):
         """Continue if the trial is among the best 1/eta of those that reached the point; the first one is."""
         if _some_are_behind(others, point, objective):
             return None
-        own = objective.goodness(trial.value_from(point, objective))
+        goodness = objective.goodness(trial.value_from(point, objective))
         values = [value for other in others if (value := other.value_from(point, objective)) is not None]
-        ahead = sum(objective.goodness(value) >= own for value in values)
+        ahead = sum(objective.goodness(value) >= goodness for value in values)
         return ahead < max(1, (1 + len(values)) // self.eta)
 
 
@@ -103,8 +103,8 @@ class Median(Scheduler):
         values = [value for other in others if (value := other.value_from(point, objective)) is not None]
         if len(values) < self.least:
             return True
-        own = objective.goodness(trial.value_from(point, objective))
-        return own >= statistics.median(objective.goodness(value) for value in values)
+        goodness = objective.goodness(trial.value_from(point, objective))
+        return goodness >= statistics.median(objective.goodness(value) for value in values)
 
 
 def _some_are_behind(others: Sequence[Trial], point: int, objective: Objective) -> bool:

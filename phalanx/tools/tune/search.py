@@ -92,10 +92,10 @@ class SearchRequest:
 
 def read_part(text: str) -> tuple[int, int]:
     """Return the two numbers of `--part I/N`."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or not int(found[1]) < int(found[2]):
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not int(match[1]) < int(match[2]):
         raise UsageError(f"--part {text}: expected I/N with I from 0 to N-1, such as 0/4.")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def search(subject: Trainable, space: SearchSpace, request: SearchRequest) -> Results:
@@ -162,10 +162,10 @@ def _check_draws(space: SearchSpace, request: SearchRequest, origins: Mapping[st
 
 def _check_settings(subject: Trainable) -> None:
     origins, config = subject.resolved.origins, subject.resolved.config
-    given = [name for name in OF_THE_TRIAL if origins[name] != "default"]
-    if given:
+    names = [name for name in OF_THE_TRIAL if origins[name] != "default"]
+    if names:
         raise UsageError(
-            f"{', '.join(given)}: every trial has its own",
+            f"{', '.join(names)}: every trial has its own",
             hint="The folder of the whole search is --study-dir (study_dir).",
         )
     if config.launcher != "local":
@@ -238,10 +238,10 @@ def next_command(subject: Trainable, results: Results, best: str) -> str:
     words = subject.command(best, {n: v for n, v in results.best_params.items() if n not in NAMES})
     if words is None:
         return f"use the values of {best} in your program"
-    given = [n for n in FIELDS if origins[n] in ("flag", "argument") and n not in results.best_params]
-    flags = [word for name in given if (word := _flag(name, getattr(config, name)))]
-    own = words.index("--") if "--" in words else len(words)
-    return shlex.join([*words[:own], *flags, *words[own:]])
+    names = [n for n in FIELDS if origins[n] in ("flag", "argument") and n not in results.best_params]
+    flags = [word for name in names if (word := _flag(name, getattr(config, name)))]
+    end = words.index("--") if "--" in words else len(words)
+    return shlex.join([*words[:end], *flags, *words[end:]])
 
 
 def _flag(name: str, value: Any) -> str:

@@ -67,20 +67,20 @@ class SearchSpace:
         else:
             self.fixed[name] = entry
 
-    def _mistakes(self, known: set[str]) -> list[str]:
-        found: list[str] = []
+    def _mistakes(self, names: set[str]) -> list[str]:
+        mistakes: list[str] = []
         for name, domain in self.domains.items():
             wrong = domain.mistakes()
-            found += [f"{name}: {text}." for text in wrong] or self._unfit_values(name, domain)
-            found += self._condition_mistakes(name, domain, known)
+            mistakes += [f"{name}: {text}." for text in wrong] or self._unfit_values(name, domain)
+            mistakes += self._condition_mistakes(name, domain, names)
         fixed = [(NAMES[name], value) for name, value in self.fixed.items() if name in NAMES]
-        found += [text for field, value in fixed if (text := problem(field, value))]
-        if not found:
+        mistakes += [text for field, value in fixed if (text := problem(field, value))]
+        if not mistakes:
             try:
                 self._order()
             except ValueError as error:
-                found.append(str(error))
-        return found
+                mistakes.append(str(error))
+        return mistakes
 
     def _unfit_values(self, name: str, domain: Domain) -> list[str]:
         """Return the errors for values that the setting of this name does not allow."""
@@ -89,20 +89,20 @@ class SearchSpace:
         values: Iterable[Any] = domain.arguments if domain.kind == "choice" else (domain.low, domain.high)
         return list(dict.fromkeys(text for value in values if (text := problem(NAMES[name], value))))
 
-    def _condition_mistakes(self, name: str, domain: Domain, known: set[str]) -> list[str]:
-        found = []
-        for other, wanted in domain.when.items():
-            if other not in known:
-                close = nearest(other, known - {name})
+    def _condition_mistakes(self, name: str, domain: Domain, names: set[str]) -> list[str]:
+        mistakes = []
+        for other, condition in domain.when.items():
+            if other not in names:
+                close = nearest(other, names - {name})
                 guess = f" Did you mean '{close}'?" if close else ""
-                found.append(f"{name}: its condition asks for '{other}', which is not in the space.{guess}")
+                mistakes.append(f"{name}: its condition asks for '{other}', which is not in the space.{guess}")
                 continue
             possible = [self.fixed[other]] if other in self.fixed else None
             if other in self.domains:
                 possible = self.domains[other].grid()
-            missing = [value for value in _as_list(wanted) if possible is not None and value not in possible]
-            found += [f"{name}: its condition {other} = {value!r} is never true." for value in missing]
-        return found
+            missing = [value for value in _as_list(condition) if possible is not None and value not in possible]
+            mistakes += [f"{name}: its condition {other} = {value!r} is never true." for value in missing]
+        return mistakes
 
     def _order(self) -> list[str]:
         """Return the names so that each comes after those in its condition."""
@@ -127,12 +127,13 @@ class SearchSpace:
     def active(self, name: str, values: Mapping[str, Any]) -> bool:
         """Whether a hyperparameter applies with these values; it does not where one in its condition does not apply."""
         return all(
-            other in values and values[other] in _as_list(wanted) for other, wanted in self.domains[name].when.items()
+            other in values and values[other] in _as_list(condition)
+            for other, condition in self.domains[name].when.items()
         )
 
-    def suggested(self, asked: Any) -> dict[str, Any]:
+    def suggested(self, trial: Any) -> dict[str, Any]:
         """Return the point that a trial of Optuna draws or proposes."""
-        return self.visit(lambda name, domain: domain.suggest(asked, name))
+        return self.visit(lambda name, domain: domain.suggest(trial, name))
 
     def visit(self, suggest: Any) -> dict[str, Any]:
         """Return a point whose values `suggest(name, domain)` chooses, each after those in its condition."""
@@ -215,8 +216,8 @@ def _about_list(entry: Any, *, in_python: bool) -> str:
     choice = f"phalanx.tune.choice({values!r})" if in_python else f"{{ choice = {values!r} }}"
     kind = "loguniform" if is_pair and 0 < 10 * values[0] <= values[1] else "uniform"  # bounds of different sizes
     drawn = f"phalanx.tune.{kind}({low_high})" if in_python else f"{{ {kind} = [{low_high}] }}"
-    given = type(entry).__name__
-    return f"a {given} does not say how to draw from it: write {f'{drawn} for a range, or ' * is_pair}{choice}"
+    type_name = type(entry).__name__
+    return f"a {type_name} does not say how to draw from it: write {f'{drawn} for a range, or ' * is_pair}{choice}"
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -237,8 +238,8 @@ class Search:
     def __init__(self, space: SearchSpace, seed: int) -> None:
         self._space, self._seed = space, seed
 
-    def point(self, number: int, known: Sequence[Trial]) -> dict[str, Any]:
-        """Return the point of a trial; `known`: the earlier trials with their results."""
+    def point(self, number: int, earlier: Sequence[Trial]) -> dict[str, Any]:
+        """Return the point of a trial; `earlier`: the earlier trials with their results."""
         return self._space.suggested(random_trial(f"{self._seed}/{number}"))
 
 
@@ -250,7 +251,7 @@ class GridSearch(Search):
         self._points = space.grid()
         self.size = len(self._points)
 
-    def point(self, number: int, known: Sequence[Trial]) -> dict[str, Any]:
+    def point(self, number: int, earlier: Sequence[Trial]) -> dict[str, Any]:
         """Return the point with this number."""
         return self._points[number]
 
@@ -259,11 +260,11 @@ class PartOfSearch(Search):
     """Every n-th point of another search, for one of several jobs that share the work."""
 
     def __init__(self, whole: Search, index: int, count: int) -> None:
-        self._whole, self._index, self._count = whole, index, count
+        self._search, self._index, self._count = whole, index, count
 
-    def point(self, number: int, known: Sequence[Trial]) -> dict[str, Any]:
+    def point(self, number: int, earlier: Sequence[Trial]) -> dict[str, Any]:
         """Return the point that the whole search has at this place."""
-        return self._whole.point(self._index + number * self._count, known)
+        return self._search.point(self._index + number * self._count, earlier)
 
 
 class OptunaSearch(Search):
@@ -280,13 +281,13 @@ class OptunaSearch(Search):
         self._objective = objective
         self._optuna = import_optuna("search = 'optuna'")
 
-    def point(self, number: int, known: Sequence[Trial]) -> dict[str, Any]:
+    def point(self, number: int, earlier: Sequence[Trial]) -> dict[str, Any]:
         """Ask a new study that holds the known trials."""
         optuna = self._optuna
         seed = zlib.crc32(f"{self._seed}/{number}".encode())
         direction = "maximize" if self._objective.mode == "max" else "minimize"
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), direction=direction)
-        study.add_trials([self._as_frozen(trial) for trial in known])
+        study.add_trials([self._as_frozen(trial) for trial in earlier])
         return self._space.suggested(study.ask())
 
     def _as_frozen(self, trial: Trial) -> Any:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.config import FIELDS, DistributedConfig, Resolved, read_settings
+from phalanx.config import FIELDS, DistributedConfig, ResolvedConfig, read_settings
 from phalanx.config.aliases import NAMES
 from phalanx.config.checking import unknown_field
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.launch.spec import Target
 from phalanx.observe.events import MetricsReported
@@ -42,7 +42,7 @@ class TrainableParts(NamedTuple):
 class Trainable(ABC):
     """What is tuned, with the settings of all trials."""
 
-    resolved: Resolved
+    resolved: ResolvedConfig
 
     @property
     @abstractmethod
@@ -61,8 +61,8 @@ class Trainable(ABC):
         """Return the hyperparameters that had no effect on a trial, with the values that it had instead."""
         return {}
 
-    def command(self, best: str, own: Mapping[str, Any]) -> list[str] | None:
-        """Return the command that trains with a file of values; `own`: values that are not settings."""
+    def command(self, best: str, others: Mapping[str, Any]) -> list[str] | None:
+        """Return the command that trains with a file of values; `others`: values that are not settings."""
         return None
 
     def document(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,9 +73,9 @@ class Trainable(ABC):
         """Raise for a metric that no trial will report, where that is known."""
 
 
-def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) -> DistributedConfig:
+def trial_config(resolved: ResolvedConfig, trial: Trial, params: Mapping[str, Any]) -> DistributedConfig:
     """Return the settings of a trial: those of all, its own point, its own folders."""
-    own: dict[str, Any] = {
+    of_trial: dict[str, Any] = {
         "run_dir": str(trial.folder),
         "checkpoint_dir": str(trial.checkpoints),
         "resume_from_checkpoint": True,
@@ -83,12 +83,12 @@ def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) ->
         "name": f"{resolved.config.name or 'trial'}-{trial.number}",
     }
     if resolved.origins["keep_last"] == "default" and resolved.config.framework == "torch":  # Keras keeps one
-        own["keep_last"] = 1
+        of_trial["keep_last"] = 1
     settings = {name: value for name, value in params.items() if name in NAMES}
-    return resolved.config.replace(**settings, **own)
+    return resolved.config.replace(**settings, **of_trial)
 
 
-def _changed(resolved: Resolved, config: DistributedConfig) -> dict[str, Any]:
+def _changed(resolved: ResolvedConfig, config: DistributedConfig) -> dict[str, Any]:
     """Return the settings that were given for all trials, and those that this one has for itself."""
     differs = {name for name in FIELDS if getattr(config, name) != getattr(resolved.config, name)}
     return given_settings(resolved, config) | {name: getattr(config, name) for name in differs}
@@ -116,9 +116,9 @@ class RecipeTrainable(Trainable):
         """Raise for a metric that recipes do not report; `accuracy` means val/accuracy."""
         if self.recipe.callbacks:
             return  # they may log it
-        known = {*_REPORTED_BY_RECIPES, *(f"val/{name}" for name in self.recipe.metrics)}
-        if metric is not None and not {metric, f"val/{metric}"} & known:
-            raise UsageError(unknown_name("metric", metric, known, of=f"the recipe '{self.name}'"))
+        names = {*_REPORTED_BY_RECIPES, *(f"val/{name}" for name in self.recipe.metrics)}
+        if metric is not None and not {metric, f"val/{metric}"} & names:
+            raise UsageError(unknown_name("metric", metric, names, of=f"the recipe '{self.name}'"))
 
     def parts(self, trial: Trial) -> TrainableParts:
         """Return what to launch for a trial."""
@@ -129,7 +129,7 @@ class RecipeTrainable(Trainable):
         RunRecord.of_this_process(settings, recipe=dataclasses.asdict(recipe)).write(trial.folder)
         return TrainableParts(config, recipe_target(recipe, config, trial.folder, trial.folder), {})
 
-    def command(self, best: str, own: Mapping[str, Any]) -> list[str] | None:
+    def command(self, best: str, others: Mapping[str, Any]) -> list[str] | None:
         """Return the command that trains the file, which names the recipe."""
         return ["phalanx", "train", best]
 
@@ -137,12 +137,14 @@ class RecipeTrainable(Trainable):
         """Return a recipe with these values: the name of the one that was tuned, and what differs from it."""
         changed = self.recipe.with_values({n: v for n, v in params.items() if n not in NAMES})
         base = load_recipe(self.recipe.source) if self.recipe.source else None
-        found: dict[str, Any] = {} if base is None else {"recipe": self.recipe.source}
-        found["settings"] = {n: v for n, v in params.items() if n in NAMES}
+        content: dict[str, Any] = {} if base is None else {"recipe": self.recipe.source}
+        content["settings"] = {n: v for n, v in params.items() if n in NAMES}
         for table in ("model", "data"):
-            known = {} if base is None else getattr(base, table)
-            found[table] = {n: v for n, v in getattr(changed, table).items() if n not in known or known[n] != v}
-        return found
+            unchanged = {} if base is None else getattr(base, table)
+            content[table] = {
+                n: v for n, v in getattr(changed, table).items() if n not in unchanged or unchanged[n] != v
+            }
+        return content
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,8 @@ class ScriptTrainable(Trainable):
     def parts(self, trial: Trial) -> TrainableParts:
         """Return what to launch for a trial."""
         config = trial_config(self.resolved, trial, trial.params)
-        own = [f"--{name}={value}" for name, value in trial.params.items() if name not in NAMES]
-        arguments = (*self.target.args, *own)
+        of_script = [f"--{name}={value}" for name, value in trial.params.items() if name not in NAMES]
+        arguments = (*self.target.args, *of_script)
         target = dataclasses.replace(self.target, args=arguments)
         return TrainableParts(config, target, settings_environment(_changed(self.resolved, config)))
 
@@ -172,15 +174,15 @@ class ScriptTrainable(Trainable):
         """Compare with the run's record: a trainer's arguments in the script win over settings from outside."""
         path = trial.folder / "config.toml"
         ran = read_settings(path) if path.exists() else {}
-        asked = {name: value for name, value in trial.params.items() if name in FIELDS}
-        return {name: ran.get(name) for name, value in asked.items() if ran and ran.get(name) != value}
+        settings = {name: value for name, value in trial.params.items() if name in FIELDS}
+        return {name: ran.get(name) for name, value in settings.items() if ran and ran.get(name) != value}
 
-    def command(self, best: str, own: Mapping[str, Any]) -> list[str] | None:
+    def command(self, best: str, others: Mapping[str, Any]) -> list[str] | None:
         """Return the command that runs the script with the file's settings and its other values as arguments."""
         named = (
             ["--script", str(self.target.path)] if isinstance(self.target, ScriptTarget) else ["-m", self.target.name]
         )
-        arguments = [*self.target.args, *(f"--{name}={value}" for name, value in own.items())]
+        arguments = [*self.target.args, *(f"--{name}={value}" for name, value in others.items())]
         return ["phalanx", "train", *named, "--config", best, *(["--", *arguments] if arguments else [])]
 
 
@@ -242,6 +244,6 @@ def _as_metrics(returned: Any, metric: str) -> dict[str, float]:
         return {metric: float(returned)}
     except (TypeError, ValueError):
         raise UsageError(
-            f"train_fn returned a {type(returned).__name__}",
+            f"train_fn returned {a_type(returned)}",
             hint="Return a dict of metrics, such as {'loss': 0.3}, or the metric itself as a number.",
         ) from None

@@ -59,8 +59,8 @@ class Objective:
         self.is_open = False
         if not was_open or len(names) > 1 or names[0] == self.metric:
             return False
-        found = Objective.of(names[0], mode)
-        self.metric, self.mode = found.metric, found.mode
+        objective = Objective.of(names[0], mode)
+        self.metric, self.mode = objective.metric, objective.mode
         return True
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
@@ -76,9 +76,9 @@ class Objective:
             return -math.inf
         return value if self.mode == "max" else -value
 
-    def missing(self, found: Iterable[str], who: str) -> UsageError:
+    def missing(self, reported: Iterable[str], who: str) -> UsageError:
         """Return the error for a trial without the metric; it lists what was reported."""
-        names = sorted(set(found))
+        names = sorted(set(reported))
         if not names:
             return UsageError(
                 f"{who} reported no '{self.metric}', nor anything else",
@@ -311,9 +311,9 @@ def checkpoint_dir() -> Path:
 
     A trial that is started again, or continues another's state, finds there what was saved.
     """
-    given = os.environ.get("PHALANX_CHECKPOINT_DIR")
-    if given is None:
+    text = os.environ.get("PHALANX_CHECKPOINT_DIR")
+    if text is None:
         raise UsageError("checkpoint_dir() is for trials: no trial runs here", hint="Start it with phalanx tune.")
-    path = Path(given)
+    path = Path(text)
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -66,15 +66,15 @@ class DistributedTuner:
         return self.results.best_params
 
 
-def _as_space(given: Mapping[str, Any] | SearchSpace | str | None) -> SearchSpace:
-    if isinstance(given, SearchSpace):
-        return given
-    if isinstance(given, Mapping):
-        return SearchSpace(given)
-    if isinstance(given, str):
-        return SearchSpace.read(given)
+def _as_space(space: Mapping[str, Any] | SearchSpace | str | None) -> SearchSpace:
+    if isinstance(space, SearchSpace):
+        return space
+    if isinstance(space, Mapping):
+        return SearchSpace(space)
+    if isinstance(space, str):
+        return SearchSpace.read(space)
     raise UsageError(
-        f"search_space = {given!r}: expected a dict, or the path of a TOML file",
+        f"search_space = {space!r}: expected a dict, or the path of a TOML file",
         hint="Write search_space={'lr': phalanx.tune.loguniform(1e-4, 1e-1)}.",
     )
 
@@ -89,8 +89,8 @@ def _subject(
     if sum(one is not None for one in (train_fn, script, recipe)) != 1:
         raise UsageError("nothing or several things to tune", hint="Give one of train_fn, script and recipe.")
     if recipe is not None:
-        known = load_recipe(recipe)
-        return RecipeTrainable(resolve(settings, **known.settings_for(count_gpus())), known)
+        loaded = load_recipe(recipe)
+        return RecipeTrainable(resolve(settings, **loaded.settings_for(count_gpus())), loaded)
     resolved = resolve(settings)
     if script is not None:
         return ScriptTrainable(resolved, ScriptTarget(script))

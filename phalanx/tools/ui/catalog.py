@@ -59,30 +59,30 @@ class Catalog:
         self._chosen = list(chosen)
         self._lock = threading.Lock()
         self._events: dict[str, RunEvents] = {}
-        self._shown: dict[str, dict[str, Any]] = {}
+        self._summaries: dict[str, dict[str, Any]] = {}
 
     def paths(self) -> dict[str, Path]:
         """Return the folders of all runs by the names that the page uses."""
         if self._chosen:
             return {run.name: run.path for run in self._chosen}
-        found = {}
+        folders = {}
         with suppress(FileNotFoundError, NotADirectoryError):  # no run has been started yet
             for path in self.folder.iterdir():
                 if _is_linked(path):
                     continue
                 try:
-                    known = path.is_dir() and is_run(path)
+                    is_a_run = path.is_dir() and is_run(path)
                 except PermissionError:  # the run of another user is named, and not shown
-                    known = True
-                if known:
-                    found[path.name] = path
+                    is_a_run = True
+                if is_a_run:
+                    folders[path.name] = path
                 elif (path / STUDY_FILE).is_file():
-                    found |= {
-                        f"{path.name}/trials/{each.name}": each
-                        for each in (path / "trials").glob("*")
-                        if is_run(each) and not _is_linked(each)
+                    folders |= {
+                        f"{path.name}/trials/{trial.name}": trial
+                        for trial in (path / "trials").glob("*")
+                        if is_run(trial) and not _is_linked(trial)
                     }
-        return found
+        return folders
 
     def path(self, name: str) -> Path:
         """Return the folder of one run; KeyError for a name that is not that of a run in the folder, or of a trial."""
@@ -103,19 +103,19 @@ class Catalog:
         inside = [name for name in names if (real / name).resolve() == real / name and (real / name).is_file()]
         return {name: (real / name).stat().st_size for name in inside}
 
-    def open(self, place: str) -> BinaryIO:
+    def open(self, link: str) -> BinaryIO:
         """Open a file that the page links, by the name of its run or search and its path; KeyError for others."""
-        parts = place.split("/")
-        known = 3 if parts[1:2] == ["trials"] else 1
-        name, inside = "/".join(parts[:known]), "/".join(parts[known:])
+        parts = link.split("/")
+        length = 3 if parts[1:2] == ["trials"] else 1
+        name, inside = "/".join(parts[:length]), "/".join(parts[length:])
         folder = self.folder / name if self._is_study(name) else self.path(name)
         if inside not in self.files(folder):
-            raise KeyError(place)
+            raise KeyError(link)
         return open_below(folder, inside)
 
-    def log(self, place: str, start: int) -> dict[str, Any]:
+    def log(self, link: str, start: int) -> dict[str, Any]:
         """Return what a log holds from an offset on; of a negative one, its end."""
-        with self.open(place) as file:
+        with self.open(link) as file:
             size = os.fstat(file.fileno()).st_size
             begin = max(0, size - _LOG_BYTES) if start < 0 or start > size else start
             file.seek(begin)
@@ -135,9 +135,9 @@ class Catalog:
         try:
             with closing(sqlite3.connect(f"{(path / STUDY_FILE).resolve().as_uri()}?mode=ro", uri=True)) as base:
                 about = {key: json.loads(text) for key, text in base.execute(_ABOUT)}
-                told: dict[int, dict[str, Any]] = {}
+                attributes: dict[int, dict[str, Any]] = {}
                 for number, key, text in base.execute(_TOLD):
-                    told.setdefault(number, {})[key] = json.loads(text)
+                    attributes.setdefault(number, {})[key] = json.loads(text)
                 rows = base.execute(_TRIALS).fetchall()
         except sqlite3.Error as error:
             raise ValueError(f"{path / STUDY_FILE} cannot be read: {error}") from None
@@ -145,42 +145,44 @@ class Catalog:
             {
                 "number": number,
                 "run": f"{name}/trials/{number:04d}",
-                "state": told[number].get("state", "running"),
+                "state": attributes[number].get("state", "running"),
                 "value": value,
-                "params": json.loads(told[number].get("params", "{}")),
-                "cause": told[number].get("cause", ""),
+                "params": json.loads(attributes[number].get("params", "{}")),
+                "cause": attributes[number].get("cause", ""),
             }
             for number, value in rows
-            if number in told
+            if number in attributes
         ]
         metric, mode = (json.loads(about.get(key, "null")) for key in ("metric", "mode"))
-        known = [each for each in trials if each["value"] is not None and each["state"] in ("finished", "stopped")]
-        best = (max if mode == "max" else min)(known, key=lambda each: each["value"], default={})
-        found = {"id": name, "path": str(path.resolve()), "metric": metric, "mode": mode, "trials": trials}
-        return cast("dict[str, Any]", finite({**found, "best": best.get("number"), "files": self.files(path)}))
+        complete = [
+            trial for trial in trials if trial["value"] is not None and trial["state"] in ("finished", "stopped")
+        ]
+        best = (max if mode == "max" else min)(complete, key=lambda trial: trial["value"], default={})
+        summary = {"id": name, "path": str(path.resolve()), "metric": metric, "mode": mode, "trials": trials}
+        return cast("dict[str, Any]", finite({**summary, "best": best.get("number"), "files": self.files(path)}))
 
     def summaries(self) -> list[dict[str, Any]]:
         """Return how each run stands, the newest first. What has not changed is not read again."""
         paths = self.paths()
         with self._lock:
-            for gone in self._shown.keys() - paths.keys():
-                del self._shown[gone]
+            for gone in self._summaries.keys() - paths.keys():
+                del self._summaries[gone]
                 self._events.pop(gone, None)
             for name, path in paths.items():
-                version, known = _version(path), self._shown.get(name)
-                if known is None or known["version"] != version:
-                    self._shown[name] = {"id": name, "version": version, **_summary(path)}
-                elif known["status"] in _CHANGING:
-                    self._shown[name] = {**known, "status": StoredRun(path).status}
-            return sorted(self._shown.values(), key=lambda each: (each["started"], each["id"]), reverse=True)
+                version, summary = _version(path), self._summaries.get(name)
+                if summary is None or summary["version"] != version:
+                    self._summaries[name] = {"id": name, "version": version, **_summary(path)}
+                elif summary["status"] in _CHANGING:
+                    self._summaries[name] = {**summary, "status": StoredRun(path).status}
+            return sorted(self._summaries.values(), key=lambda row: (row["started"], row["id"]), reverse=True)
 
     def events(self, name: str) -> RunEvents:
         """Return the events of a run, up to date."""
         path = self.path(name) / EVENTS
         with self._lock:
-            found = self._events.setdefault(name, RunEvents(path))
-        found.refresh()
-        return found
+            run_events = self._events.setdefault(name, RunEvents(path))
+        run_events.refresh()
+        return run_events
 
     def preview(self, name: str, width: int) -> list[dict[str, Any]]:
         """Return curves of a long run before it has been read; nothing of one that was asked for, or is short."""
@@ -196,7 +198,7 @@ class Catalog:
         beats = run.last_beat()
         time = events.account(beats)
         described, problem = _described(run)
-        found = {
+        detail = {
             "id": name,
             "path": str(run.path.resolve()),
             "command": run.command,
@@ -205,8 +207,8 @@ class Catalog:
             "facts": described,
             "changed": [name for name, value in _settings(run).items() if value is not None and name in described],
             "configured": (run.path / "config.toml").is_file(),
-            "problems": [each for each in (run.damage, problem, _damage(events)) if each],
-            "goodput": None if time is None else {CATEGORIES[key]: each for key, each in time.seconds.items()},
+            "problems": [text for text in (run.damage, problem, _damage(events)) if text],
+            "goodput": None if time is None else {CATEGORIES[key]: text for key, text in time.seconds.items()},
             "attempts": 0 if time is None else time.attempts,
             "redone": 0 if time is None else time.redone_steps,
             "starts": [event["time"] for event in events.starts],
@@ -217,7 +219,7 @@ class Catalog:
             "checkpoints": _checkpoints(run, events),
             "heat": events.heat(),
         }
-        return cast("dict[str, Any]", finite(found))
+        return cast("dict[str, Any]", finite(detail))
 
 
 _ABOUT = "SELECT key, value_json FROM study_user_attributes"
@@ -227,9 +229,9 @@ _TRIALS = "SELECT number, value FROM trials LEFT JOIN trial_values USING (trial_
 
 def _is_linked(path: Path) -> bool:
     """Whether another user has put a link here: it may lead to what is closed to those who see the page."""
-    for each in (path, *(path / name for name in _READ)):
+    for candidate in (path, *(path / name for name in _READ)):
         with suppress(FileNotFoundError, PermissionError):  # in a closed folder nothing is read
-            status = each.lstat()
+            status = candidate.lstat()
             if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
                 return True
     return False
@@ -254,7 +256,7 @@ def _summary(path: Path) -> dict[str, Any]:
         layout, ended = begun.get("layout") or begun.get("strategy") or "", run.ended
         record, values = run.record, last_values(run)
         speed = ended.get("throughput", values.get("perf/samples_per_second"))
-        found = {
+        summary = {
             "status": run.status,
             "started": run.started,
             "steps": steps,
@@ -272,7 +274,7 @@ def _summary(path: Path) -> dict[str, Any]:
             "tags": run.tags,
             "reason": str(ended.get("reason", "")) or _cause(run),
         }
-        return cast("dict[str, Any]", finite(found))
+        return cast("dict[str, Any]", finite(summary))
     except _UNREADABLE as error:
         why = error.strerror if isinstance(error, OSError) else error
         return {"status": "unreadable", "started": 0.0, "steps": 0, "reason": str(why), "tags": []}
@@ -319,14 +321,14 @@ def _damage(events: RunEvents) -> str:
 
 def _failures(run: StoredRun) -> list[dict[str, Any]]:
     """Return what each rank that raised has written, the first in time first, with the end of its output."""
-    found = []
+    records = []
     for path in (run.path / "logs").glob("rank-*.error.json"):
         with suppress(OSError, ValueError), open_below(run.path, f"logs/{path.name}") as file:
             record = json.loads(file.read())  # ValueError: it is being written; OSError: a link, or no right to read
             if isinstance(record, dict):
                 record["output"] = _tail(run.path, path.name.replace(".error.json", ".log"))
-                found.append(record)
-    return sorted(found, key=lambda record: str(record.get("time")))
+                records.append(record)
+    return sorted(records, key=lambda record: str(record.get("time")))
 
 
 def _tail(run_dir: Path, log: str) -> str:
@@ -341,18 +343,18 @@ def _tail(run_dir: Path, log: str) -> str:
 def _checkpoints(run: StoredRun, events: RunEvents) -> list[dict[str, Any]]:
     """Return the checkpoints that events tell of, the newest first, and which of them still exist."""
     try:
-        found = [] if _is_remote(run) else run.checkpoints
-        best = latest_mark(found)
+        existing = [] if _is_remote(run) else run.checkpoints
+        best = latest_mark(existing)
     except (OSError, PhalanxError):
-        found, best = [], None
-    told = {Path(str(event.get("path"))).name: event for event in events.listed if event["event"] == "checkpoint"}
+        existing, best = [], None
+    event_of = {Path(str(event.get("path"))).name: event for event in events.listed if event["event"] == "checkpoint"}
     rows = [
         {
             **{key: event.get(key) for key in ("step", "time", "bytes", "seconds", "stall", "path")},
-            "exists": _is_remote(run) or name in {path.name for path in found},
+            "exists": _is_remote(run) or name in {path.name for path in existing},
             "best": best is not None and name == best.path.name,
         }
-        for name, event in told.items()
+        for name, event in event_of.items()
     ]
     return rows[::-1]
 

@@ -44,10 +44,10 @@ class _Table:
 
     def add(self, steps: list[Any], times: list[Any], values: dict[str, list[Any]]) -> None:
         """Append points: None is a value that is not known, and what is not finite ("nan", "inf") becomes infinite."""
-        found = {name: _numbers(each) for name, each in {"step": steps, "time": times, **values}.items()}
-        if not (np.isfinite(found["step"]).all() and np.isfinite(found["time"]).all()):
+        columns = {name: _numbers(numbers) for name, numbers in {"step": steps, "time": times, **values}.items()}
+        if not (np.isfinite(columns["step"]).all() and np.isfinite(columns["time"]).all()):
             raise ValueError("a point without a step or a time")
-        self._parts.append(found)
+        self._parts.append(columns)
 
     def columns(self) -> dict[str, Column]:
         """Return all points, ordered by step; of a step that was done again the last one."""
@@ -56,21 +56,21 @@ class _Table:
             self._parts = [{name: np.concatenate([_column(part, name) for part in self._parts]) for name in names}]
         if not self._parts:
             return {}
-        found = self._parts[0]
-        steps = found["step"]
+        merged = self._parts[0]
+        steps = merged["step"]
         if (np.diff(steps) > 0).all():
-            return found
+            return merged
         last = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
-        return {name: column[last] for name, column in found.items()}
+        return {name: column[last] for name, column in merged.items()}
 
 
 def _numbers(values: list[Any]) -> Column:
     if str in set(map(type, values)):
         values = [math.inf if isinstance(value, str) and not math.isfinite(float(value)) else value for value in values]
-    found = np.array(values, dtype=float)
-    if found.ndim != 1:
+    column = np.array(values, dtype=float)
+    if column.ndim != 1:
         raise ValueError("a list in the place of a number")
-    return found
+    return column
 
 
 def _column(part: dict[str, Column], name: str) -> Column:
@@ -91,7 +91,7 @@ class RunEvents:
         self._offset = 0
         self._tables: dict[str, _Table] = {}
         self._ledger: list[dict[str, Any]] = []
-        self._seen: dict[str, Any] = {"event": "seen", "time": 0.0, "step": 0}
+        self._last_step: dict[str, Any] = {"event": "seen", "time": 0.0, "step": 0}
         self._open_phases: dict[str, float] = {}
         self.spans: list[tuple[str, float, float]] = []
         self.reports: list[dict[str, Any]] = []
@@ -134,15 +134,15 @@ class RunEvents:
                 self.damaged += 1
             else:
                 self._flush(steps)
-                self._guarded(self._take, event)
+                self._guarded(self._add, event)
         self._flush(steps)
 
     def _parsed(self, lines: list[bytes]) -> Iterable[Any]:
         """Return the lines as data: all at once, which is faster, or one by one where a line is damaged."""
         try:
-            found = json.loads(b"[" + b",".join(lines) + b"]")
-            if len(found) == len(lines):
-                return cast("list[Any]", found)
+            events = json.loads(b"[" + b",".join(lines) + b"]")
+            if len(events) == len(lines):
+                return cast("list[Any]", events)
         except ValueError:
             pass
         return [event for line in lines if (event := self._guarded(json.loads, line)) is not None]
@@ -158,28 +158,28 @@ class RunEvents:
     def _flush(self, steps: list[dict[str, Any]]) -> None:
         if steps:
             before = self.damaged
-            self._guarded(self._take_steps, steps)
+            self._guarded(self._add_steps, steps)
             if self.damaged > before and len(steps) > 1:
                 self.damaged = before
                 for step in steps:
-                    self._guarded(self._take_steps, [step])
+                    self._guarded(self._add_steps, [step])
             self._guarded(self._see, steps[-1])
             steps.clear()
 
     def _see(self, event: dict[str, Any]) -> None:
         step = event.get("step")
-        self._seen = {"event": "seen", "time": float(event["time"]), "step": step if isinstance(step, int) else 0}
+        self._last_step = {"event": "seen", "time": float(event["time"]), "step": step if isinstance(step, int) else 0}
 
-    def _take_steps(self, events: list[dict[str, Any]]) -> None:
-        known = {name: field for name, field in StepDone.CURVES.items() if field in events[0]}
-        steps, times, *columns = map(list, zip(*map(itemgetter("step", "time", *known.values()), events), strict=True))
-        found = {name: values for name, values in zip(known, columns, strict=True) if set(values) != {None}}
-        self._table("step").add(steps, times, found)
+    def _add_steps(self, events: list[dict[str, Any]]) -> None:
+        fields = {name: field for name, field in StepDone.CURVES.items() if field in events[0]}
+        steps, times, *columns = map(list, zip(*map(itemgetter("step", "time", *fields.values()), events), strict=True))
+        curves = {name: values for name, values in zip(fields, columns, strict=True) if set(values) != {None}}
+        self._table("step").add(steps, times, curves)
 
     def _table(self, kind: str) -> _Table:
         return self._tables.setdefault(kind, _Table())
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _add(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind in ("metrics", "ranks"):
             values = cast("MetricsReported | RanksReported", from_dict(event)).scalars()
@@ -187,11 +187,11 @@ class RunEvents:
                 [event["step"]], [event["time"]], {name: [value] for name, value in values.items()}
             )
         if kind == "ranks":
-            self._take_report(event)
+            self._add_report(event)
         elif kind == "phase":
-            self._take_phase(event)
+            self._add_phase(event)
         elif kind in ("goodput", "run_started"):
-            self._take_ledger(event)
+            self._add_ledger(event)
         if kind == "run_started":
             self.starts.append(event)
             self._open_phases.clear()
@@ -199,13 +199,13 @@ class RunEvents:
             self.listed.append(event)
         self._see(event)
 
-    def _take_report(self, event: dict[str, Any]) -> None:
+    def _add_report(self, event: dict[str, Any]) -> None:
         self._skipped += 1
         if self._skipped <= self._skip:
             return
         self._skipped = 0
-        values = {name: _numbers(each) for name, each in event["values"].items()}
-        if any(len(each) != len(event["ranks"]) for each in values.values()):
+        values = {name: _numbers(numbers) for name, numbers in event["values"].items()}
+        if any(len(numbers) != len(event["ranks"]) for numbers in values.values()):
             raise ValueError("a report with another number of values than ranks")
         whole = {"ranks": [int(rank) for rank in event["ranks"]], "counted": int(event.get("counted", 0))}
         self.reports.append({**event, **whole, "values": values})
@@ -213,47 +213,47 @@ class RunEvents:
             self.reports = self.reports[::2]
             self._skip = 2 * self._skip + 1
 
-    def _take_phase(self, event: dict[str, Any]) -> None:
+    def _add_phase(self, event: dict[str, Any]) -> None:
         if event["state"] == "begin":
             self._open_phases[event["name"]] = event["time"]
         else:
             began = self._open_phases.pop(event["name"], event["time"] - float(event.get("seconds", 0.0)))
             self.spans.append((str(event["name"]), began, event["time"]))
 
-    def _take_ledger(self, event: dict[str, Any]) -> None:
+    def _add_ledger(self, event: dict[str, Any]) -> None:
         """Keep what `account` needs: the first and the last report of each attempt, and when each was last seen."""
         ledger = self._ledger
         if event["event"] == "goodput" and len(ledger) > 1:
-            same = [each["event"] == "goodput" and each["began"] == event["began"] for each in ledger[-2:]]
+            same = [entry["event"] == "goodput" and entry["began"] == event["began"] for entry in ledger[-2:]]
             if all(same):
                 ledger.pop()
             elif not same[-1]:
-                ledger.append(self._seen)
+                ledger.append(self._last_step)
         elif ledger:
-            ledger.append(self._seen)
+            ledger.append(self._last_step)
         ledger.append(event)
 
     def account(self, beat: list[dict[str, Any]]) -> Account | None:
         """Return where the run's time went; `beat`: its last heartbeat, as `StoredRun.last_beat` returns it."""
         with self.lock:
-            events = [*self._ledger, *([self._seen] if self._ledger else []), *beat]
+            events = [*self._ledger, *([self._last_step] if self._ledger else []), *beat]
         return cast("Account | None", self._guarded(account, events))
 
     @property
     def until(self) -> float:
         """The time of the last event."""
-        return float(self._seen["time"])
+        return float(self._last_step["time"])
 
     def curves(self, width: int, low: float = -np.inf, high: float = np.inf, by: str = "step") -> list[dict[str, Any]]:
         """Return tables of curves with at most 2 x `width` points each, of the steps or seconds from `low` to `high`.
 
         Columns are base64 of little-endian floats: 64 bits for steps and times, 32 for values.
         """
-        asked = (self._file, self._offset, width, low, high, by)
+        request = (self._file, self._offset, width, low, high, by)
         with self.lock:
-            if self._reduced[0] != asked:
+            if self._reduced[0] != request:
                 tables = [table.columns() for table in self._tables.values()]
-                self._reduced = asked, [_reduced(table, width, low, high, by) for table in tables if table]
+                self._reduced = request, [_reduced(table, width, low, high, by) for table in tables if table]
             return self._reduced[1]
 
     def timeline(self) -> list[tuple[str, float, float]]:
@@ -266,12 +266,12 @@ class RunEvents:
         gap = (spans[-1][2] - spans[0][1]) / _MOST_SPANS
         merged: dict[str, list[tuple[str, float, float]]] = {}
         for name, began, end in spans:
-            own = merged.setdefault(name, [])
-            if own and began - own[-1][2] < gap:
-                own[-1] = (name, own[-1][1], end)
+            phase = merged.setdefault(name, [])
+            if phase and began - phase[-1][2] < gap:
+                phase[-1] = (name, phase[-1][1], end)
             else:
-                own.append((name, began, end))
-        return [span for own in merged.values() for span in own]
+                phase.append((name, began, end))
+        return [span for phase in merged.values() for span in phase]
 
     def heat(self) -> dict[str, Any] | None:
         """Return what ranks reported: for each gauge a matrix of ranks x reports; None without a report."""
@@ -279,19 +279,19 @@ class RunEvents:
             reports = list(self.reports)
         if not reports:
             return None
-        rows = {rank: row for row, rank in enumerate(sorted({rank for each in reports for rank in each["ranks"]}))}
-        names = dict.fromkeys(name for each in reports for name in each["values"])
+        rows = {rank: row for row, rank in enumerate(sorted({rank for report in reports for rank in report["ranks"]}))}
+        names = dict.fromkeys(name for report in reports for name in report["values"])
         matrices = {name: np.full((len(rows), len(reports)), np.nan, np.float32) for name in names}
-        for column, each in enumerate(reports):
-            at = [rows[rank] for rank in each["ranks"]]
-            for name, values in each["values"].items():
+        for column, report in enumerate(reports):
+            at = [rows[rank] for rank in report["ranks"]]
+            for name, values in report["values"].items():
                 matrices[name][at, column] = values
         return {
             "ranks": list(rows),
-            "times": [each["time"] for each in reports],
-            "steps": [each["step"] for each in reports],
-            "slowest": [each.get("slowest") for each in reports],
-            "counted": max(each["counted"] for each in reports),
+            "times": [report["time"] for report in reports],
+            "steps": [report["step"] for report in reports],
+            "slowest": [report.get("slowest") for report in reports],
+            "counted": max(report["counted"] for report in reports),
             "gauges": {name: packed(matrix) for name, matrix in matrices.items()},
         }
 
@@ -306,8 +306,8 @@ def preview(path: Path, width: int) -> list[dict[str, Any]]:
         return []
     sample, lines = RunEvents(path), []
     with path.open("rb") as file:
-        for place in range(width):
-            file.seek(place * (size - _LINE_BYTES) // max(1, width - 1))
+        for index in range(width):
+            file.seek(index * (size - _LINE_BYTES) // max(1, width - 1))
             lines += file.read(_LINE_BYTES).split(b"\n")[1:2]  # the first is a part of a line
     sample._read(lines)
     return [{**table, "preview": True} for table in sample.curves(width)]
@@ -339,9 +339,9 @@ def _reduced(table: dict[str, Column], width: int, low: float, high: float, by: 
 def _buckets(values: Column, starts: NDArray[np.int_]) -> dict[str, Any]:
     if not len(values) or len(starts) == len(values):
         return {"low": packed(values.astype(np.float32))}
-    known = np.isfinite(values)
-    number = np.add.reduceat(known, starts, dtype=float)
-    total = np.add.reduceat(np.where(known, values, 0.0), starts)
+    is_finite = np.isfinite(values)
+    number = np.add.reduceat(is_finite, starts, dtype=float)
+    total = np.add.reduceat(np.where(is_finite, values, 0.0), starts)
     mean = np.divide(total, number, out=np.full(len(starts), np.nan), where=number > 0)
     reduced = {"low": np.fmin.reduceat(values, starts), "high": np.fmax.reduceat(values, starts), "mean": mean}
     return {name: packed(column.astype(np.float32)) for name, column in reduced.items()}

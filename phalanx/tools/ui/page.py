@@ -24,10 +24,10 @@ def page() -> str:
 def page_of(runs: list[StoredRun]) -> str:
     """Return the page as one file that shows these runs, and loads nothing."""
     catalog = Catalog(Path(), runs)
-    shown = catalog.summaries()
-    names = [run["id"] for run in shown if run["status"] != "unreadable"]
+    summaries = catalog.summaries()
+    names = [run["id"] for run in summaries if run["status"] != "unreadable"]
     data = {
-        "runs": shown,
+        "runs": summaries,
         "defaults": defaults(),
         "detail": {name: catalog.detail(name) for name in names},
         "curves": {name: catalog.events(name).curves(_WIDTH) for name in names},

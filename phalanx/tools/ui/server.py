@@ -85,9 +85,9 @@ class Gate:
     def _refusal(self, request: Request) -> Response | None:
         host = _host_of(request.headers.get("host", ""))
         if host not in self._names and not _is_address(host):
-            known = ", ".join(sorted(self._names))
+            hosts = ", ".join(sorted(self._names))
             return PlainTextResponse(
-                f"The host name {host!r} is not one of this dashboard ({known}).\n"
+                f"The host name {host!r} is not one of this dashboard ({hosts}).\n"
                 "Open it by one of these or by address, or start it with --host and this name.\n",
                 status_code=421,
             )
@@ -101,8 +101,8 @@ class Gate:
             return answer
         return PlainTextResponse("Open the address that phalanx ui printed: it ends in ?token=...\n", status_code=401)
 
-    def _matches(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
+    def _matches(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self._token.encode())
 
 
 def _host_of(header: str) -> str:
@@ -148,16 +148,16 @@ def make_app(catalog: Catalog, *, token: str, port: int, names: set[str]) -> ASG
         return StreamingResponse(_changes(catalog, request), media_type="text/event-stream")
 
     def file(request: Request) -> Response:
-        place = request.path_params["place"]
-        if "/trials/" in place and place in catalog.paths():  # the page of a search links the folders of its trials
-            return RedirectResponse(f"/#page=run&run={quote(place, safe='')}")
+        link = request.path_params["place"]
+        if "/trials/" in link and link in catalog.paths():  # the page of a search links the folders of its trials
+            return RedirectResponse(f"/#page=run&run={quote(link, safe='')}")
         try:
-            opened = catalog.open(place)
+            opened = catalog.open(link)
         except (KeyError, OSError):
             return PlainTextResponse("There is no such file.\n", status_code=404)
         size = os.fstat(opened.fileno()).st_size
         headers = {"Content-Security-Policy": _FILE_POLICY, "Content-Length": str(size)}
-        kind = mimetypes.guess_type(place)[0] or "text/plain"
+        kind = mimetypes.guess_type(link)[0] or "text/plain"
         return StreamingResponse(_pieces(opened, size), headers=headers, media_type=kind)
 
     async def change(request: Request) -> Response:
@@ -189,15 +189,15 @@ def _pieces(opened: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _curves(catalog: Catalog, request: Request) -> list[dict[str, Any]]:
-    asked = request.query_params
-    width = min(_WIDEST, max(10, int(asked.get("width", "600"))))
-    low, high = float(asked.get("from", "-inf")), float(asked.get("to", "inf"))
-    by = asked.get("by", "step")
+    query = request.query_params
+    width = min(_WIDEST, max(10, int(query.get("width", "600"))))
+    low, high = float(query.get("from", "-inf")), float(query.get("to", "inf"))
+    by = query.get("by", "step")
     if by not in ("step", "time") or math.isnan(low) or math.isnan(high):
         raise ValueError("by is step or time; from and to are numbers")
-    first = min(width, int(asked.get("preview", "0")))
-    if first > 1 and (found := catalog.preview(request.path_params["name"], first)):
-        return found
+    first = min(width, int(query.get("preview", "0")))
+    if first > 1 and (curves := catalog.preview(request.path_params["name"], first)):
+        return curves
     return catalog.events(request.path_params["name"]).curves(width, low, high, by)
 
 
@@ -209,8 +209,8 @@ def _change(catalog: Catalog, request: Request) -> dict[str, Any]:
     """Name or tag a run, write its note, or remove it, as `phalanx runs` does."""
     name = request.path_params["name"]
     run = StoredRun(catalog.path(name))
-    asked = json.loads(request.state.body)
-    match asked:
+    change = json.loads(request.state.body)
+    match change:
         case {"tag": str(tag)}:
             tag_run(run, tag.strip())
         case {"untag": str(tag)}:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,10 @@ from phalanx.tools.verify.subject import Parts
 from phalanx.tools.verify.verdict import Verdict
 from phalanx.world.mesh import plan_layout
 from phalanx.zoo.data import load_splits
+
+if TYPE_CHECKING:
+    from phalanx.loop.running_trainer import RunningTrainer
+    from phalanx.loop.train_loop import TrainLoop
 
 _FULL = 8
 """The first samples, whose labels all count: the first global batch has no others."""
@@ -65,7 +69,7 @@ class LateLabels:
         return Parts(Tagger(), DataLoader(TensorDataset(tokens, labels), 1), nn.CrossEntropyLoss())
 
 
-class Annealed(nn.Module):
+class AnnealedModel(nn.Module):
     """A loss with a weight that a callback changes."""
 
     alpha = 1.0
@@ -75,7 +79,7 @@ class Annealed(nn.Module):
         return self.alpha * nn.functional.mse_loss(output, target)
 
 
-class Scaled(nn.Module):
+class ScaledModel(nn.Module):
     """A model whose output depends on an attribute, an entry of a dict, and an attribute of an object."""
 
     def __init__(self) -> None:
@@ -92,9 +96,10 @@ class Scaled(nn.Module):
 class Anneal(Callback):
     """Changes one of the values after every step, in turns."""
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """Change it."""
-        model, loss = trainer.formation.unwrap(trainer.model), trainer.task.loss_fn
+        model: Any = trainer.formation.unwrap(trainer.model)
+        loss: Any = cast("TrainLoop", trainer).task.loss_fn
         which = info.step % 4
         if which == 0:
             model.plain *= 0.9
@@ -115,7 +120,9 @@ class ChangedLoss:
     def build(self) -> Parts:
         """Return model, data, loss and callback."""
         inputs = torch.randn(_SAMPLES, 4)
-        return Parts(Scaled(), TensorDataset(inputs, inputs.sum(1, keepdim=True)), Annealed(), callbacks=[Anneal()])
+        return Parts(
+            ScaledModel(), TensorDataset(inputs, inputs.sum(1, keepdim=True)), AnnealedModel(), callbacks=[Anneal()]
+        )
 
 
 def prove_case(name: str, config: DistributedConfig) -> Verdict:
@@ -166,35 +173,35 @@ def _without_ant() -> list[dict[str, Any]]:
 
 
 def _csv_files(folder: Path) -> Iterator[str]:
-    place = folder / "csv"
-    place.mkdir()
+    directory = folder / "csv"
+    directory.mkdir()
     for name, rows in (("train", _ROWS), ("val", _without_ant())):
-        with (place / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+        with (directory / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    yield from _compared(place)
+    yield from _compared(directory)
 
 
 def _jsonl_files(folder: Path) -> Iterator[str]:
-    place = folder / "jsonl"
-    place.mkdir()
+    directory = folder / "jsonl"
+    directory.mkdir()
     for name, rows in (("train", _ROWS), ("val", _without_ant())):
-        (place / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    yield from _compared(place)
+        (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    yield from _compared(directory)
 
 
 def _parquet_files(folder: Path) -> Iterator[str]:
     """Write files that number their classes themselves."""
     import datasets  # needed by this case alone
 
-    place = folder / "parquet"
-    place.mkdir()
+    directory = folder / "parquet"
+    directory.mkdir()
     for name, rows, classes in (("train", _ROWS, _CLASSES), ("val", _without_ant(), _CLASSES[::-1])):
         numbers = {column: datasets.Value("float32") for column in ("a", "b")}
         features = datasets.Features({**numbers, "label": datasets.ClassLabel(names=list(classes))})
-        datasets.Dataset.from_list(rows, features=features).to_parquet(str(place / f"{name}.parquet"))
-    yield from _compared(place)
+        datasets.Dataset.from_list(rows, features=features).to_parquet(str(directory / f"{name}.parquet"))
+    yield from _compared(directory)
 
 
 def _class_folders(folder: Path) -> Iterator[str]:
@@ -209,12 +216,12 @@ def _class_folders(folder: Path) -> Iterator[str]:
     yield from _compared(folder / "images", size=8)
 
 
-def _compared(place: Path, **options: Any) -> Iterator[str]:
+def _compared(directory: Path, **options: Any) -> Iterator[str]:
     """Yield how the samples for validation differ from the same ones among the training samples."""
-    train, val = load_splits(str(place), **options)
-    known = [(inputs, int(label)) for inputs, label in train]
+    train, val = load_splits(str(directory), **options)
+    samples = [(inputs, int(label)) for inputs, label in train]
     for number, (inputs, label) in enumerate(val):
-        if not any(torch.equal(inputs, seen) and int(label) == own for seen, own in known):
-            what = f"sample {number} for validation (label {int(label)})"
-            yield f"{place.name}: {what} is not what it is in training"
+        if not any(torch.equal(inputs, tensor) and int(label) == class_index for tensor, class_index in samples):
+            sample = f"sample {number} for validation (label {int(label)})"
+            yield f"{directory.name}: {sample} is not what it is in training"
             return

@@ -90,17 +90,17 @@ class FaultsReport:
     @property
     def problems(self) -> list[str]:
         """What is wrong; empty where the run passed."""
-        found = [] if self.exit_code == 0 else [f"the run failed with exit code {self.exit_code}: {self.run_dir}"]
-        found += [f"{result.fault} was not survived" for result in self.results if result.mark and not result.survived]
+        listed = [] if self.exit_code == 0 else [f"the run failed with exit code {self.exit_code}: {self.run_dir}"]
+        listed += [f"{result.fault} was not survived" for result in self.results if result.mark and not result.survived]
         if self.difference is not None and self.difference > (0.0 if self.exact else ROUNDING):
-            found.append(f"the weights differ from the quiet run by {self.difference:.1e}, first in {self.differs}")
-        return found + [f"left behind: {each}" for each in self.left]
+            listed.append(f"the weights differ from the quiet run by {self.difference:.1e}, first in {self.differs}")
+        return listed + [f"left behind: {leftover}" for leftover in self.left]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
-        own = ("run_dir", "exit_code", "left", "exact", "difference")
+        names = ("run_dir", "exit_code", "left", "exact", "difference")
         faults = [{**dataclasses.asdict(result), "fault": str(result.fault)} for result in self.results]
-        return {**{name: getattr(self, name) for name in own}, "problems": self.problems, "faults": faults}
+        return {**{name: getattr(self, name) for name in names}, "problems": self.problems, "faults": faults}
 
     def __str__(self) -> str:
         head = ("fault", "after step", "detected", "recovered", "lost steps", "how")
@@ -121,8 +121,8 @@ class FaultsReport:
     def _verdict(self) -> list[str]:
         if not self.problems:
             return [f"PASSED  {self.run_dir}"]
-        shown = self.output[-_TAIL_LINES:] if self.exit_code else []
-        return [*(f"  {line}" for line in shown), "FAILED", *(f"  {problem}" for problem in self.problems)]
+        tail = self.output[-_TAIL_LINES:] if self.exit_code else []
+        return [*(f"  {line}" for line in tail), "FAILED", *(f"  {problem}" for problem in self.problems)]
 
 
 def _row(result: FaultResult) -> tuple[str, ...]:
@@ -198,12 +198,12 @@ class _Run:
 
     def _command(self, number: int, hosts: Sequence[HostNamespace | None]) -> list[str]:
         end = self._words.index("--") if "--" in self._words else len(self._words)
-        own = ["--num-nodes", str(len(hosts)), "--run-dir", str(self.run_dir)]
+        flags = ["--num-nodes", str(len(hosts)), "--run-dir", str(self.run_dir)]
         if (first := hosts[0]) is not None:
-            own[-1] += str(number or "")
-            own += ["--checkpoint-dir", f"{self.run_dir}/checkpoints"] if self._checkpoints else []
-            own += ["--node-rank", str(number), "--rdzv-endpoint", f"{first.address}:{_PORT}"]
-        return ["train", *self._words[:end], *own, *self._words[end:]]
+            flags[-1] += str(number or "")
+            flags += ["--checkpoint-dir", f"{self.run_dir}/checkpoints"] if self._checkpoints else []
+            flags += ["--node-rank", str(number), "--rdzv-endpoint", f"{first.address}:{_PORT}"]
+        return ["train", *self._words[:end], *flags, *self._words[end:]]
 
     def _start(self, words: Sequence[str], host: HostNamespace | None) -> subprocess.Popen[bytes]:
         command = own_python("from phalanx.cli import main; sys.exit(main())", *words)
@@ -231,16 +231,16 @@ class _Run:
     def _leftovers(self) -> list[str]:
         """Return processes, temporary files and unfinished checkpoints that are left after the end."""
         deadline = time.monotonic() + _ENDING_SECONDS
-        while (found := list(_processes_with(f"{_TOKEN}={self._token}"))) and time.monotonic() < deadline:
+        while (leftovers := list(_processes_with(f"{_TOKEN}={self._token}"))) and time.monotonic() < deadline:
             time.sleep(0.05)
         caches = ("torchinductor_", "__pycache__")
-        found += [str(path) for path in self._temporary.iterdir() if not path.name.startswith(caches)]
-        found += [str(path) for path in self.run_dir.glob("checkpoints/.writing-*")]
-        if not found:
+        leftovers += [str(path) for path in self._temporary.iterdir() if not path.name.startswith(caches)]
+        leftovers += [str(path) for path in self.run_dir.glob("checkpoints/.writing-*")]
+        if not leftovers:
             for path in sorted(self._temporary.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
             self._temporary.rmdir()
-        return found
+        return leftovers
 
 
 def _processes_with(variable: str) -> Iterator[str]:

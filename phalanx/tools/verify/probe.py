@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from phalanx.strategies.pipeline.placement import join_stages
 from phalanx.strategies.pipeline.strategy import Pipeline
 from phalanx.tools.verify.verdict import MEASURES, Comparison, ModuleRow, StepRow
 from phalanx.torch_compat import pytree
+
+if TYPE_CHECKING:
+    from phalanx.loop.running_trainer import RunningTrainer
 
 Tensors = dict[str, torch.Tensor]
 
@@ -58,7 +61,7 @@ class Probe(Callback):
         self._aliases: dict[str, str] = {}
         self._has_hooks = True
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Register the hooks on the model and the optimizer."""
         self._formation = trainer.formation
         self._model = self._formation.unwrap(trainer.model)
@@ -75,12 +78,12 @@ class Probe(Callback):
                 self._remove.append(module.register_forward_hook(self._watcher(name)).remove)
         self._remove.append(trainer.optimizer.register_step_pre_hook(self._before_first_update).remove)
 
-    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+    def on_step_end(self, trainer: RunningTrainer, info: StepInfo) -> None:
         """End the run after `stop_after` steps."""
         if info.step == self._stop_after:
             trainer.request_stop()
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: RunningTrainer) -> None:
         """Record the final weights."""
         self.recording.after = self._gathered(self._model.state_dict())
 
@@ -128,8 +131,8 @@ class Probe(Callback):
             for name, tensor in tensors.items()
             if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
         }
-        found = whole_tensors(self._model, compared, keep=self._formation.is_main) or {}
-        return {name: tensor.clone() for name, tensor in found.items()}
+        gathered = whole_tensors(self._model, compared, keep=self._formation.is_main) or {}
+        return {name: tensor.clone() for name, tensor in gathered.items()}
 
     def _count_parameters(self) -> int:
         """Count those of all pipeline stages; a matrix that two stages share counts once, as in the whole model."""
@@ -284,8 +287,8 @@ def _or_infinite(value: float) -> float:
 
 
 def _by_module(differences: Mapping[str, float]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for name, difference in differences.items():
         module = name.rpartition(".")[0]
-        found[module] = max(difference, found.get(module, 0.0))
-    return found
+        largest[module] = max(difference, largest.get(module, 0.0))
+    return largest

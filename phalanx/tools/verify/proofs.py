@@ -81,8 +81,8 @@ def verify(
     """
     name = getattr(model, "__name__", type(model).__name__)
     config = resolve(settings, recipe=default_settings(faults=faults), recipe_name="verify").config
-    asked = {"resume": resume, "reshard": reshard, "faults": faults, "own_loop": own_loop}
-    return prove(GivenSubject(name, model, data, loss_fn), config, **asked)  # type: ignore[arg-type]
+    options = {"resume": resume, "reshard": reshard, "faults": faults, "own_loop": own_loop}
+    return prove(GivenSubject(name, model, data, loss_fn), config, **options)  # type: ignore[arg-type]
 
 
 def prove(
@@ -97,7 +97,7 @@ def prove(
     """Run the proof that was asked for."""
     if resume + faults + own_loop + (reshard is not None) > 1:
         names = "--resume, --reshard, --faults and --own-loop"
-        raise UsageError(f"{names} are proofs of their own", hint="Run verify once for each.")
+        raise UsageError(f"{names} cannot be combined", hint="Run verify once for each.")
     with closing(Proof(subject, config)) as proof:
         if reshard is not None:
             return proof.against_layout(reshard)
@@ -151,8 +151,8 @@ class Proof:
         for loop in loops:
             fine, coarse = limits_of(one[f"{loop}-float64"], one[f"{loop}-float32"])
             for kind, limits in (("float64", fine), ("float32", coarse)):
-                found = f"{loop}-{kind}"
-                comparisons.append(compare(f"{kind}: {LOOPS[loop]}", one[found], laid[found], limits))
+                name = f"{loop}-{kind}"
+                comparisons.append(compare(f"{kind}: {LOOPS[loop]}", one[name], laid[name], limits))
         claim = "give in loops of one's own what one process gives"
         return self._verdict(claim, one[f"{loops[0]}-float64"], comparisons)
 
@@ -161,11 +161,13 @@ class Proof:
 
     def against_resumption(self) -> Verdict:
         """Stop after half the steps, resume in new processes, and compare bits with the run that never stopped."""
-        found = self._launch(self.config, [self._run("straight", self.config, "float32"), self._stopped("float32")])
-        straight, resumed = found["straight"], self._resumed("float32", self.config)
+        recordings = self._launch(
+            self.config, [self._run("straight", self.config, "float32"), self._stopped("float32")]
+        )
+        straight, resumed = recordings["straight"], self._resumed("float32", self.config)
         title = f"bits: uninterrupted, and resumed after step {self._half()}"
         comparison = compare(title, _without_first_step(straight), resumed, 0.0, labels=("uninterrupted", "resumed"))
-        problems = _load_problems(found["stopped"], resumed)
+        problems = _load_problems(recordings["stopped"], resumed)
         changed = same_bits(straight.after, resumed.after)
         if changed is not None:
             problems.append(f"{changed} is not equal to the last bit after step {self.steps}")
@@ -176,15 +178,15 @@ class Proof:
         """Save on this layout, load on another, and compare the rest of the run."""
         other = self._other_layout(text)
         straight = [self._run(f"straight-{kind}", self.config, kind) for kind in ("float64", "float32")]
-        found = self._launch(self.config, [*straight, self._stopped("float64")])
+        recordings = self._launch(self.config, [*straight, self._stopped("float64")])
         resumed = self._resumed("float64", other)
-        exact = _without_first_step(found["straight-float64"])
-        fine, _ = limits_of(exact, found["straight-float32"])
+        exact = _without_first_step(recordings["straight-float64"])
+        fine, _ = limits_of(exact, recordings["straight-float32"])
         name = _layout_name(other, plan_layout(other, count_gpus()))
         title = f"float64: this layout, and {name} from step {self._half()} on"
         comparison = compare(title, exact, resumed, fine, labels=("this layout", "resharded"))
         claim = f"go on the same when its checkpoint is loaded on {name}"
-        return self._verdict(claim, exact, [comparison], _load_problems(found["stopped"], resumed))
+        return self._verdict(claim, exact, [comparison], _load_problems(recordings["stopped"], resumed))
 
     def under_faults(self) -> Verdict:
         """Kill a rank, go on with half of them, then with all again, and compare with a run that nothing disturbs.
@@ -198,14 +200,14 @@ class Proof:
         averages = objects and self.config.pipeline_parallel == 1
         config = self.config.replace(ema_decay=self.config.ema_decay or _DECAY) if averages else self.config
         quiet = [self._run(f"quiet-{kind}", config, kind) for kind in {precise: 0, "float32": 0}]
-        found = self._launch(config, quiet, {OBJECTS: "1"} if objects else {})
-        undisturbed = _without_first_step(found[f"quiet-{precise}"])
+        recordings = self._launch(config, quiet, {OBJECTS: "1"} if objects else {})
+        undisturbed = _without_first_step(recordings[f"quiet-{precise}"])
         plan = PlannedFaults(self._folder / "faults.json", faults, objects=objects)
         hit = config.replace(**_FAULT_SETTINGS, **self._for_recovery(faults))
         disturbed = self._launch(hit, [self._run("faults", hit, precise, first_step=False)], plan.variables)
         limits = dict.fromkeys(MEASURES, FLOAT32) | {"parameters": 0.0}
         if not exact:
-            limits, _ = limits_of(found["quiet-float64"], found["quiet-float32"])
+            limits, _ = limits_of(recordings["quiet-float64"], recordings["quiet-float32"])
         title = f"{'bits' if exact else precise}: undisturbed, and under faults"
         comparison = compare(title, undisturbed, disturbed["faults"], limits, labels=("undisturbed", "under faults"))
         problems = [f"the fault {fault} did not happen" for fault in plan.missing()]
@@ -227,8 +229,8 @@ class Proof:
         few = ["2 ranks (--num-workers 2)"] if ranks < 2 else []
         few += [f"{_FEWEST_FAULT_STEPS} steps (--max-steps 12)"] if steps < _FEWEST_FAULT_STEPS else []
         if few:
-            given = f"{ranks} rank{'s' * (ranks > 1)} and {steps} steps"
-            raise UsageError(f"--faults with {given}: too few to lose any", hint=f"Give at least {' and '.join(few)}.")
+            layout = f"{ranks} rank{'s' * (ranks > 1)} and {steps} steps"
+            raise UsageError(f"--faults needs more than {layout}", hint=f"Give at least {' and '.join(few)}.")
         kill = Fault("kill", steps // 4, rank=ranks - 1)
         if self.config.recovery == "restart":
             return [kill], "a rank is killed and all restart from a checkpoint"
@@ -244,8 +246,8 @@ class Proof:
         return self.steps // 2
 
     def _stopped(self, dtype: str) -> Run:
-        kept = self.config.with_trusted(checkpoint_dir=str(self._folder / "kept"))
-        return self._run("stopped", kept, dtype, stop_after=self._half())
+        config = self.config.with_trusted(checkpoint_dir=str(self._folder / "kept"))
+        return self._run("stopped", config, dtype, stop_after=self._half())
 
     def _resumed(self, dtype: str, config: DistributedConfig) -> Recording:
         """Resume from the checkpoint in new processes."""
@@ -274,8 +276,8 @@ class Proof:
         write_payload(VerifyRequest(self.subject, placed), payload)
         target = CallTarget("phalanx.tools.verify.rank:run_request", str(payload))
         self._launches += 1
-        what = f"part {self._launches} of {_PARTS}: {', '.join(run.name for run in runs)} on {layout.ranks}"
-        with log_folder(None) as logs, _shown(what, enabled=self._progress):
+        title = f"part {self._launches} of {_PARTS}: {', '.join(run.name for run in runs)} on {layout.ranks}"
+        with log_folder(None) as logs, _shown(title, enabled=self._progress):
             try:
                 run_on_ranks(launch_spec(config, layout, target, logs, env=env), config)
             except PreemptedError:  # the ranks' hint names checkpoint_dir, which verify does not use
@@ -307,7 +309,7 @@ class Proof:
 
 
 @contextmanager
-def _shown(what: str, *, enabled: bool) -> Iterator[None]:
+def _shown(title: str, *, enabled: bool) -> Iterator[None]:
     """Show what runs: with the time on a terminal, as two lines elsewhere."""
     began = time.monotonic()
     if enabled and sys.stderr.isatty():
@@ -316,12 +318,12 @@ def _shown(what: str, *, enabled: bool) -> Iterator[None]:
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            progress.add_task(what, total=None)
+            progress.add_task(title, total=None)
             yield
     else:
         yield
     if enabled:
-        say_to_user(f"{what}: {time.monotonic() - began:.1f} s")
+        say_to_user(f"{title}: {time.monotonic() - began:.1f} s")
 
 
 def _quiet(config: DistributedConfig) -> DistributedConfig:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, a_type
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.loader import PreparedLoader
@@ -79,19 +79,19 @@ class _Loop:
         cut = len(parameters) if self._passes else len(parameters) // 2
         rate = f.config.learning_rate
         # The second one's step leaves its weights: the loss after it is the same in every micro-batch of a step.
-        made = [
+        optimizers = [
             torch.optim.SGD(part, lr=lr) for part, lr in ((parameters[:cut], rate), (parameters[cut:], 0.0)) if part
         ]
-        wrapped, *made = f.prepare(model, *made)
+        wrapped, *optimizers = f.prepare(model, *optimizers)
         loader = f.prepare_loader(data)
         recording.global_batch = loader.sharded.layout.global_batch
         while f.step < self._steps:
-            self._epoch(wrapped, made, loader, recording)
+            self._epoch(wrapped, optimizers, loader, recording)
         f.strategy.consolidate(wrapped)
         recording.after = self._whole()
         return recording
 
-    def _epoch(self, wrapped: nn.Module, made: list[Any], loader: PreparedLoader, recording: Recording) -> None:
+    def _epoch(self, wrapped: nn.Module, optimizers: list[Any], loader: PreparedLoader, recording: Recording) -> None:
         f, sums, forward = self.formation, torch.zeros(2, dtype=torch.float64), None
         for batch in loader:
             if f.step == self._steps // 2:
@@ -100,13 +100,13 @@ class _Loop:
             weight = self._weight(forward, wrapped, batch, loader)
             loss = self._backward(forward, wrapped, batch, weight)
             sums += torch.tensor([float(loss) * weight, weight], dtype=torch.float64)
-            norm = f.clip_grad_norm(math.inf, None if len(made) == 1 else made[1])
-            for optimizer in reversed(made):
+            norm = f.clip_grad_norm(math.inf, None if len(optimizers) == 1 else optimizers[1])
+            for optimizer in reversed(optimizers):
                 optimizer.step()
                 optimizer.zero_grad()
-                if optimizer is not made[0]:
+                if optimizer is not optimizers[0]:
                     f.backward(0.5 * forward.loss(wrapped, batch))
-            for optimizer in made:
+            for optimizer in optimizers:
                 optimizer.zero_grad()
             if norm is not None:
                 total, count = f.reduce(sums.to(f.device), "sum").tolist()
@@ -131,14 +131,16 @@ class _Loop:
         by_labels = self.formation.weighs_labels(forward, batch)
         return float(forward.share(batch, loader.current.samples, by_labels=by_labels))
 
-    def _want_gradients(self, wanted: bool) -> None:
+    def _want_gradients(self, requires_grad: bool) -> None:
         for name, parameter in self._model.named_parameters():
             if name in self._late:
-                parameter.requires_grad_(wanted)
+                parameter.requires_grad_(requires_grad)
 
     def _whole(self) -> Tensors:
-        found = {name: t for name, t in self._model.state_dict().items() if t.is_floating_point() or t.is_complex()}
-        return {k: v.clone() for k, v in (whole_tensors(self._model, found, keep=self.formation.is_main) or {}).items()}
+        tensors = {name: t for name, t in self._model.state_dict().items() if t.is_floating_point() or t.is_complex()}
+        return {
+            k: v.clone() for k, v in (whole_tensors(self._model, tensors, keep=self.formation.is_main) or {}).items()
+        }
 
 
 _DEFAULT_BATCH = 8
@@ -232,21 +234,21 @@ def _fitting(run: Run, own_batch: int, data: DataLoader[Any]) -> DistributedConf
 
 def _loader(parts: Parts, run: Run, dtype: torch.dtype) -> tuple[DataLoader[Any], int]:
     """Return the data in the run's precision, and the batch size per rank of the layout under test."""
-    given = parts.data
-    has_items = isinstance(given, Dataset) or (hasattr(given, "__getitem__") and hasattr(given, "__len__"))
-    loader: Any = given if isinstance(given, DataLoader) else DataLoader(given) if has_items else None
+    data = parts.data
+    has_items = isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    loader: Any = data if isinstance(data, DataLoader) else DataLoader(data) if has_items else None
     if loader is None or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         raise UsageError(
-            f"verify cannot split the batches of a {type(given).__name__} over another number of ranks",
+            f"verify cannot split the batches of {a_type(data)} over another number of ranks",
             hint="Give a data set with a length and items, or a DataLoader over one.",
         )
-    asked = run.config.batch_size
-    own = asked if asked is not None else loader.batch_size if loader is given else _DEFAULT_BATCH
+    batch_size = run.config.batch_size
+    batch = batch_size if batch_size is not None else loader.batch_size if loader is data else _DEFAULT_BATCH
     cast = CastCollate(loader.collate_fn, dtype, parts.augment)
-    if loader is not given:
-        return DataLoader(loader.dataset, own, shuffle=True, collate_fn=cast), own
-    kept = {"sampler": loader.sampler, "drop_last": loader.drop_last}
-    return DataLoader(loader.dataset, own, collate_fn=cast, **kept), own
+    if loader is not data:
+        return DataLoader(loader.dataset, batch, shuffle=True, collate_fn=cast), batch
+    options = {"sampler": loader.sampler, "drop_last": loader.drop_last}
+    return DataLoader(loader.dataset, batch, collate_fn=cast, **options), batch
 
 
 class CastCollate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.recipes import find_recipe, load_recipe, recipe_names
 from phalanx.zoo.models import registry as models
 
@@ -113,15 +114,15 @@ class ScriptSubject:
         function = runpy.run_path(self.path, run_name=Path(self.path).stem).get("build")
         if not callable(function):
             raise _no_parts(f"{self.path} defines no build()")
-        found = function()
-        if not isinstance(found, tuple) or len(found) not in (2, 3):
-            raise _no_parts(f"build() of {self.path} returned a {type(found).__name__}")
-        return Parts(*found)
+        parts = function()
+        if not isinstance(parts, tuple) or len(parts) not in (2, 3):
+            raise _no_parts(f"build() of {self.path} returned {a_type(parts)}")
+        return Parts(*parts)
 
 
-def _no_parts(what: str) -> UsageError:
+def _no_parts(problem: str) -> UsageError:
     return UsageError(
-        what, hint="Write: def build(): return model, data_set, loss_fn  (loss_fn may be None or left out)"
+        problem, hint="Write: def build(): return model, data_set, loss_fn  (loss_fn may be None or left out)"
     )
 
 
@@ -136,19 +137,19 @@ class GivenSubject:
 
     def build(self) -> Parts:
         """Return them: each rank has its own copy, from a pickle."""
-        import copy
-
         from torch import nn
 
-        made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
-        return Parts(made, self.data, self.loss_fn)
+        model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
+        return Parts(model, self.data, self.loss_fn)
 
 
 def find_subject(name: str | None, script: str | None, preset: str | None, data: str | None = None) -> Subject:
     """Return what the command line names: a recipe, a model or a script."""
     if (name is None) == (script is None):
-        what = "nothing to verify was named" if name is None else f"'{name}' and --script {script} were both given"
-        raise UsageError(what, hint="Write: phalanx verify digits, phalanx verify gpt, or phalanx verify --script FILE")
+        problem = "nothing to verify was named" if name is None else f"'{name}' and --script {script} were both given"
+        raise UsageError(
+            problem, hint="Write: phalanx verify digits, phalanx verify gpt, or phalanx verify --script FILE"
+        )
     if script is not None:
         if preset is not None:
             raise UsageError("--preset is for the reference models; a script builds its own")

@@ -27,11 +27,11 @@ class StepRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
-        found: dict[str, Any] = {"step": self.step}
+        row: dict[str, Any] = {"step": self.step}
         for measure in ("loss", "grad_norm"):
-            found[measure] = [_json_number(value) for value in getattr(self, measure)]
-            found[f"{measure}_difference"] = _json_number(self.difference(measure))
-        return found
+            row[measure] = [_json_number(value) for value in getattr(self, measure)]
+            row[f"{measure}_difference"] = _json_number(self.difference(measure))
+        return row
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Divergence:
     limit: float
 
     def __str__(self) -> str:
-        seen = {
+        measure = {
             "activations": "its outputs of the first step differ, and nothing that ran before it does",
             "gradients": "its gradients of the first step differ, and nothing that backward reached before it does",
             "parameters": "the first step agrees, and its weights after the last one differ",
         }[self.measure]
         where = f"{self.module} ({self.kind})" if self.module != f"({self.kind})" else f"the model ({self.kind})"
-        return f"{where}: {seen}: {self.difference:.1e}, allowed {self.limit:.1e}"
+        return f"{where}: {measure}: {self.difference:.1e}, allowed {self.limit:.1e}"
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ class Comparison:
     @property
     def worst(self) -> dict[str, float]:
         """The largest difference of each measure."""
-        found = {measure: [row.difference(measure) for row in self.steps] for measure in ("loss", "grad_norm")}
+        differences = {measure: [row.difference(measure) for row in self.steps] for measure in ("loss", "grad_norm")}
         for measure in ("activations", "gradients", "parameters"):
             values = [getattr(row, measure) for row in self.modules]
-            found[measure] = [value for value in values if value is not None]
-        return {measure: max(found[measure], default=0.0) for measure in MEASURES}
+            differences[measure] = [value for value in values if value is not None]
+        return {measure: max(differences[measure], default=0.0) for measure in MEASURES}
 
     def measures(self, measure: str) -> bool:
         """Whether both runs have this measure."""
@@ -170,8 +170,8 @@ class Verdict:
     @property
     def first_diverging_module(self) -> str | None:
         """The first module that differs, in the first comparison that does."""
-        found = (comparison.divergence for comparison in self.comparisons if not comparison.agrees)
-        return next((divergence.module for divergence in found if divergence is not None), None)
+        divergences = (comparison.divergence for comparison in self.comparisons if not comparison.agrees)
+        return next((divergence.module for divergence in divergences if divergence is not None), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
@@ -238,13 +238,13 @@ def _modules(comparison: Comparison) -> list[str]:
     rows = [row for row in comparison.modules if row.parameters is not None or _is_apart(comparison, row)]
     if not rows:
         return []
-    shown = rows[:_MOST_MODULES]
-    names = max(len("module"), *(len(row.title) for row in shown)) + 2
-    kinds = max(len("class"), *(len(row.kind) for row in shown)) + 2
+    listed = rows[:_MOST_MODULES]
+    names = max(len("module"), *(len(row.title) for row in listed)) + 2
+    kinds = max(len("class"), *(len(row.kind) for row in listed)) + 2
     columns = [name for name in _COLUMNS if comparison.measures(name)]
     head = f"  {'module':<{names}}{'class':<{kinds}}" + "".join(f"{_WORDS[name]:<11}" for name in columns)
     lines = [head.rstrip()]
-    for row in shown:
+    for row in listed:
         values = [getattr(row, name) for name in columns]
         cells = "".join(f"{'-' if value is None else f'{value:.1e}':<11}" for value in values)
         mark = "<- differs" if _is_apart(comparison, row) else ""
@@ -270,10 +270,10 @@ def _largest(comparison: Comparison) -> list[str]:
 def _closing(verdict: Verdict) -> list[str]:
     if verdict.agrees:
         largest = [(max(each.worst.values()), _short(each)) for each in verdict.comparisons]
-        shown = ", ".join(f"{value:.1e} in {name}" for value, name in largest if value)
-        found = f"largest difference {shown}" if shown else "no difference at all"
+        differences = ", ".join(f"{value:.1e} in {name}" for value, name in largest if value)
+        summary = f"largest difference {differences}" if differences else "no difference at all"
         verb, _, rest = verdict.claim.partition(" ")
-        return [f"AGREES  {verdict.layout}: it {verb}{'es' if verb == 'go' else 's'} {rest} ({found})"]
+        return [f"AGREES  {verdict.layout}: it {verb}{'es' if verb == 'go' else 's'} {rest} ({summary})"]
     lines = [
         f"DIFFERS  {verdict.layout}: it does not {verdict.claim}",
         *(f"  {problem}" for problem in verdict.problems),

@@ -59,10 +59,10 @@ def load(name: str, split: str = "train", **options: Any) -> Any:
         return load_splits(name, **options)[_SPLITS.index(split)]
     check_name(name)
     if name in _DATASETS:
-        make, what = _function(name), f"data set '{name}'"
+        make, owner = _function(name), f"data set '{name}'"
     else:
-        make, options, what = _function(reader_of(name)), {"root": name, **options}, f"data '{name}'"
-    return call_with(make, options, what, split=split)
+        make, options, owner = _function(reader_of(name)), {"root": name, **options}, f"data '{name}'"
+    return call_with(make, options, owner, split=split)
 
 
 def check_name(name: str) -> None:
@@ -77,23 +77,23 @@ def check_name(name: str) -> None:
     )
 
 
-def named_data(given: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def named_data(text: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's table of data with other data: a data set, an import path, or files.
 
-    Files are read by the recipe's own data set (`own`), with its options, where that reads files. A path becomes
+    Files are read by the recipe's own data set (`table`), with its options, where that reads files. A path becomes
     absolute: ranks, and a later command, may run in another folder.
     """
-    name = str(own.get("name", ""))
+    name = str(table.get("name", ""))
     reads_files = name in READERS or Path(name).is_absolute()
-    path = Path(given).expanduser()
-    is_path = "/" in given or given.startswith((".", "~")) or is_pattern(given)
-    is_known = given in _DATASETS and not (reads_files and path.exists())  # train mnist --data mnist
-    if is_import_path(given) or is_known or not (is_path or reads_files or path.exists() or path.suffix):
-        return {"name": given}
-    place = absolute(given)
+    path = Path(text).expanduser()
+    is_path = "/" in text or text.startswith((".", "~")) or is_pattern(text)
+    is_known = text in _DATASETS and not (reads_files and path.exists())  # train mnist --data mnist
+    if is_import_path(text) or is_known or not (is_path or reads_files or path.exists() or path.suffix):
+        return {"name": text}
+    location = absolute(text)
     if not reads_files:
-        return {"name": place}
-    return {**own, "name": place} if name not in READERS else {**own, "root": place}
+        return {"name": location}
+    return {**table, "name": location} if name not in READERS else {**table, "root": location}
 
 
 def takes(name: str, option: str) -> bool:
@@ -134,25 +134,25 @@ def load_splits(name: str, **options: Any) -> tuple[Any, Any]:
     if not is_import_path(name):
         train = load(name, "train", **options)
         return train, load(name, "val", **{**learned_from(train, name), **options})
-    make, what = load_import(name, "data"), f"data '{name}'"
+    make, owner = load_import(name, "data"), f"data '{name}'"
     if "split" in inspect.signature(make).parameters:
-        return call_with(make, options, what, split="train"), call_with(make, options, what, split="val")
-    found = call_with(make, options, what)
-    if isinstance(found, Mapping) and "train" in found:
-        return found["train"], next((found[key] for key in _VALIDATION_NAMES if key in found), None)
-    if isinstance(found, tuple):
-        if len(found) != 2:
-            raise UsageError(f"{what} returns a tuple of {len(found)}; expected (training data, validation data)")
-        return found
-    return found, None
+        return call_with(make, options, owner, split="train"), call_with(make, options, owner, split="val")
+    content = call_with(make, options, owner)
+    if isinstance(content, Mapping) and "train" in content:
+        return content["train"], next((content[key] for key in _VALIDATION_NAMES if key in content), None)
+    if isinstance(content, tuple):
+        if len(content) != 2:
+            raise UsageError(f"{owner} returns a tuple of {len(content)}; expected (training data, validation data)")
+        return content
+    return content, None
 
 
 def learned_from(train: Any, name: str) -> dict[str, Any]:
     """Return the options by which a data set reads other files as it has read the training files."""
-    found: dict[str, Any] = dict(getattr(inner_of(train), "columns", {}))
+    options: dict[str, Any] = dict(getattr(inner_of(train), "columns", {}))
     if classes := getattr(train, "classes", None):
-        found["class_names"] = classes
-    return {option: value for option, value in found.items() if takes(name, option)}
+        options["class_names"] = classes
+    return {option: value for option, value in options.items() if takes(name, option)}
 
 
 def inner_of(data: Any) -> Any:

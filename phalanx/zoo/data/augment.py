@@ -110,12 +110,12 @@ class Augment:
         if self.flip:
             matrix[:, :, 0] *= torch.where(numbers[:, 4] < 0.5, -1.0, 1.0)[:, None]
         drawn = uniforms(key, places, 2 * count, _OPERATIONS)
-        chosen = [colours.choose(drawn[:, 2 * each : 2 * each + 2]) for each in range(count)]
-        for each in chosen:
-            matrix = matrix @ colours.moved(each, magnitude)
+        chosen = [colours.choose(drawn[:, 2 * operation : 2 * operation + 2]) for operation in range(count)]
+        for operation in chosen:
+            matrix = matrix @ colours.moved(operation, magnitude)
         images = sample(images, matrix, size)
-        for each in chosen:
-            images = colours.coloured(images, each, magnitude)
+        for operation in chosen:
+            images = colours.coloured(images, operation, magnitude)
         return images
 
     def _erased(self, images: Tensor, key: SampleKey, places: Tensor) -> Tensor:
@@ -137,10 +137,10 @@ class Augment:
         partner = (places ^ 1) - key.position
         here = (partner >= 0) & (partner < len(places))
         partner = torch.where(here, partner, places - key.position)
-        own = self._own_share(key, places, images.shape[-1])
-        images = torch.lerp(images[partner], images, own)
+        shares_kept = self._own_share(key, places, images.shape[-1])
+        images = torch.lerp(images[partner], images, shares_kept)
         shares = F.one_hot(labels, self.classes).to(images.dtype)
-        return images, [torch.lerp(shares[partner], shares, own.mean(dim=(2, 3)))]
+        return images, [torch.lerp(shares[partner], shares, shares_kept.mean(dim=(2, 3)))]
 
     def _own_share(self, key: SampleKey, places: Tensor, size: int) -> Tensor:
         """Return how much of each pixel is the image's own, [images, 1, size, size]; equal in both of a pair."""
@@ -240,8 +240,8 @@ def centre_crop(images: Tensor, size: int, share: float) -> Tensor:
 
 def _boxes(middle: Tensor, sides: Tensor, size: int) -> Tensor:
     """Return masks [images, 1, size, size] of boxes whose middle and sides (y, x) are shares of the image."""
-    place = (torch.arange(size, device=middle.device) + 0.5) / size
-    inside = (place - middle[:, :, None]).abs() < sides[:, :, None] / 2
+    positions = (torch.arange(size, device=middle.device) + 0.5) / size
+    inside = (positions - middle[:, :, None]).abs() < sides[:, :, None] / 2
     return (inside[:, 0, :, None] & inside[:, 1, None, :])[:, None]
 
 
@@ -291,12 +291,12 @@ def _read_operations(text: str) -> tuple[int, float]:
         return 0, 0.0
     try:
         count, magnitude = text.split(",")
-        found = int(count), float(magnitude)
+        pair = int(count), float(magnitude)
     except ValueError:
-        found = (-1, 0.0)
-    if found[0] < 0 or not 0 <= found[1] <= 30:
+        pair = (-1, 0.0)
+    if pair[0] < 0 or not 0 <= pair[1] <= 30:
         raise UsageError(
             f"augment.randaugment = {text!r}: expected the number of operations and a magnitude from 0 to 30",
             hint='Write randaugment = "2,9".',
         )
-    return found
+    return pair

@@ -34,7 +34,7 @@ _HINT = (
 )
 
 
-class Encoded(NamedTuple):
+class EncodedChat(NamedTuple):
     """A conversation as tokens."""
 
     tokens: Sequence[int]
@@ -79,11 +79,11 @@ class ByteTemplate:
     _END = 3
     end_tokens: Collection[int] = (_END,)
 
-    def encode(self, conversations: list[Messages]) -> list[Encoded]:
+    def encode(self, conversations: list[Messages]) -> list[EncodedChat]:
         """Return conversations as bytes."""
         return [self._encoded(messages) for messages in conversations]
 
-    def _encoded(self, messages: Messages) -> Encoded:
+    def _encoded(self, messages: Messages) -> EncodedChat:
         tokens: list[int] = []
         turns = []
         for message in messages:
@@ -92,7 +92,7 @@ class ByteTemplate:
             tokens += [*message["content"].encode(), self._END]
             if message["role"] == "assistant":
                 turns.append((begin, len(tokens)))
-        return Encoded(tokens, turns)
+        return EncodedChat(tokens, turns)
 
     def ask(self, messages: Messages) -> list[int]:
         """Return the bytes up to where the assistant begins."""
@@ -101,7 +101,7 @@ class ByteTemplate:
 
 def _same_letters(first: str, second: str) -> int:
     """Return how many letters two texts have in common at their beginning."""
-    differ = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    differ = (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     return next(differ, min(len(first), len(second)))
 
 
@@ -130,21 +130,21 @@ class TokenizerTemplate:
             "the answers are learned that stay as they are ({% generation %} in the template marks all)",
         )
 
-    def encode(self, conversations: list[Messages]) -> list[Encoded]:
+    def encode(self, conversations: list[Messages]) -> list[EncodedChat]:
         """Return conversations as tokens: by the marks of the template, or by rendering them turn by turn."""
         if not conversations:
             return []
         if self._is_marked:
             return [self._by_marks(messages) for messages in conversations]
         texts = [self._text(messages) for messages in conversations]
-        found = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        tokenized = zip(conversations, texts, found["input_ids"], found["offset_mapping"], strict=True)
+        encoding = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        tokenized = zip(conversations, texts, encoding["input_ids"], encoding["offset_mapping"], strict=True)
         return [
             self._split(tokens, offsets, text, self._spans(messages, text))
             for messages, text, tokens, offsets in tokenized
         ]
 
-    def _split(self, tokens: list[int], offsets: Offsets, text: str, spans: list[tuple[int, int]]) -> Encoded:
+    def _split(self, tokens: list[int], offsets: Offsets, text: str, spans: list[tuple[int, int]]) -> EncodedChat:
         """Return a text's tokens with its turns; a token that is in part inside of a turn belongs to it.
 
         The model is asked with the tokens of the text before a turn. Where these are not the first ones of the whole
@@ -154,8 +154,8 @@ class TokenizerTemplate:
         cuts = []
         for begin in (begin for begin, _ in spans if begin):
             # The last tokens tell whether the whole text before the turn has to be tokenized, too.
-            near, place = self._ids(text[max(0, begin - _NEAR) : begin])[-3:], bisect_right(ends, begin)
-            if tokens[max(0, place - len(near)) : place] != near and tokens[:place] != self._ids(text[:begin]):
+            near, index = self._ids(text[max(0, begin - _NEAR) : begin])[-3:], bisect_right(ends, begin)
+            if tokens[max(0, index - len(near)) : index] != near and tokens[:index] != self._ids(text[:begin]):
                 cuts.append(begin)
         if cuts:
             tokens, offsets = self._apart(text, [0, *cuts, len(text)])
@@ -167,25 +167,25 @@ class TokenizerTemplate:
             )
             for begin, end in spans
         ]
-        return Encoded(tokens, [(int(begin), int(end)) for begin, end in turns])
+        return EncodedChat(tokens, [(int(begin), int(end)) for begin, end in turns])
 
     def _ids(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
 
     def _apart(self, text: str, cuts: list[int]) -> tuple[list[int], Offsets]:
         """Return the tokens of the parts of a text, and where in the text each begins and ends."""
         parts = [text[begin:end] for begin, end in pairwise(cuts)]
-        found = self._tokenizer(parts, add_special_tokens=False, return_offsets_mapping=True)
-        shifted = zip(cuts, found["offset_mapping"], strict=False)
+        encoding = self._tokenizer(parts, add_special_tokens=False, return_offsets_mapping=True)
+        shifted = zip(cuts, encoding["offset_mapping"], strict=False)
         offsets = [(cut + begin, cut + end) for cut, part in shifted for begin, end in part]
-        return [token for part in found["input_ids"] for token in part], offsets
+        return [token for part in encoding["input_ids"] for token in part], offsets
 
-    def _by_marks(self, messages: Messages) -> Encoded:
-        found = self._rendered(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        steps = np.diff(np.concatenate([[0], found["assistant_masks"], [0]]))
+    def _by_marks(self, messages: Messages) -> EncodedChat:
+        encoding = self._rendered(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        steps = np.diff(np.concatenate([[0], encoding["assistant_masks"], [0]]))
         turns = zip(np.flatnonzero(steps == 1).tolist(), np.flatnonzero(steps == -1).tolist(), strict=True)
-        return Encoded(found["input_ids"], list(turns))
+        return EncodedChat(encoding["input_ids"], list(turns))
 
     def _spans(self, messages: Messages, text: str) -> list[tuple[int, int]]:
         """Return where the assistant's turns are in the text of a conversation, in letters.
@@ -197,10 +197,12 @@ class TokenizerTemplate:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, asked = ("", "") if number == 0 else (self._text(messages[:number]), self._asked(messages[:number]))
+            before, prompt = (
+                ("", "") if number == 0 else (self._text(messages[:number]), self._asked(messages[:number]))
+            )
             through = self._text(messages[: number + 1])
             if text.startswith(before) and text.startswith(through):
-                spans.append((max(_same_letters(asked, text), len(before)), len(through)))
+                spans.append((max(_same_letters(prompt, text), len(before)), len(through)))
             else:
                 unstable = True
         self._unstable += unstable

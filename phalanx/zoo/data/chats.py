@@ -19,7 +19,7 @@ from phalanx.config.fields import IGNORED_LABEL
 from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError
-from phalanx.zoo.data.chat_template import Encoded, Messages, read_template
+from phalanx.zoo.data.chat_template import EncodedChat, Messages, read_template
 from phalanx.zoo.data.files import read_rows
 from phalanx.zoo.data.places import Root
 from phalanx.zoo.data.splits import check_fraction
@@ -53,29 +53,29 @@ def chats(
     rows = {number: messages_of(row, number) for number, row in read_rows(root, split, val_fraction)}
     answered = {number: messages for number, messages in rows.items() if _answers(messages)}
     silent = [number for number in rows if number not in answered]
-    found = ChatDataset(form.encode(list(answered.values())), seq_len, packing, train_on, form.vocab_size)
-    found.notes += form.notes
+    dataset = ChatDataset(form.encode(list(answered.values())), seq_len, packing, train_on, form.vocab_size)
+    dataset.notes += form.notes
     numbers_of = list(answered)
-    unmarked = [numbers_of[place] for place in found.unmarked]
+    unmarked = [numbers_of[index] for index in dataset.unmarked]
     for numbers, why in (
         (silent, "the assistant says nothing there"),
         (unmarked, "the template marks no answer there"),
     ):
         if numbers:
-            found.notes += (f"{counted_rows(numbers, 'conversation')} skipped: {why}",)
-    if split == "train" and not len(found):
+            dataset.notes += (f"{counted_rows(numbers, 'conversation')} skipped: {why}",)
+    if split == "train" and not len(dataset):
         raise DataError(
-            f"{root} has no conversation that can be learned: {'; '.join(found.notes)}",
+            f"{root} has no conversation that can be learned: {'; '.join(dataset.notes)}",
             hint='A row is {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}',
         )
-    return found
+    return dataset
 
 
 def messages_of(row: Mapping[str, Any], number: int) -> Messages:
     """Return the messages of a row in any of the known layouts; none for an empty list of them."""
     lists = [row.get("messages"), row.get("conversations")]
-    if given := next(filter(None, lists), None):
-        return as_messages(given, "user", number)
+    if messages := next(filter(None, lists), None):
+        return as_messages(messages, "user", number)
     if [] in lists and not (row.get("completion") or row.get("output")):
         return []
     if "prompt" in row and "completion" in row:
@@ -94,43 +94,43 @@ def as_messages(value: Any, role: str, number: int) -> Messages:
     """Return a text as a message of a role, or messages as they are, with ShareGPT's names replaced."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    found: Messages = []
-    for each in value if isinstance(value, list) else [value]:
-        given: Any = {key: part for key, part in each.items() if part is not None} if isinstance(each, Mapping) else {}
-        speaker, content = given.pop("from", None), given.pop("value", "")
-        message = {"role": _SPEAKERS.get(speaker, speaker), "content": content, **given}
+    messages: Messages = []
+    for item in value if isinstance(value, list) else [value]:
+        fields: Any = {key: part for key, part in item.items() if part is not None} if isinstance(item, Mapping) else {}
+        speaker, content = fields.pop("from", None), fields.pop("value", "")
+        message = {"role": _SPEAKERS.get(speaker, speaker), "content": content, **fields}
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             raise DataError(
-                f"row {number}: {each!r} is not a message", hint='Expected {"role": "user", "content": "a text"}.'
+                f"row {number}: {item!r} is not a message", hint='Expected {"role": "user", "content": "a text"}.'
             )
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages
 
 
 def _answers(messages: Messages) -> bool:
     return any(message["role"] == "assistant" for message in messages)
 
 
-def counted_rows(numbers: list[int], what: str) -> str:
+def counted_rows(numbers: list[int], noun: str) -> str:
     """Return how many there are, and the numbers of the first rows: "2 pairs (rows 3, 17)"."""
     plural = "s" if len(numbers) > 1 else ""
     first = ", ".join(map(str, numbers[:3]))
-    return f"{len(numbers):,} {what}{plural} (row{plural} {first}{', ...' if len(numbers) > 3 else ''})"
+    return f"{len(numbers):,} {noun}{plural} (row{plural} {first}{', ...' if len(numbers) > 3 else ''})"
 
 
 class ChatDataset(GatherDataset):
     """Conversations, several in a sequence or one; targets are -100 where nothing is to be learned."""
 
     def __init__(
-        self, encoded: list[Encoded], seq_len: int, packing: str, train_on: str, vocab_size: int | None
+        self, encoded: list[EncodedChat], seq_len: int, packing: str, train_on: str, vocab_size: int | None
     ) -> None:
         self.seq_len, self.vocab_size, self.is_packed = seq_len, vocab_size, packing == "documents"
         self._for_transformers = False
-        fitted = [fit_length(each, seq_len + 1, learns_all=train_on == "all") for each in encoded]
+        fitted = [fit_length(conversation, seq_len + 1, learns_all=train_on == "all") for conversation in encoded]
         self._pieces = [pair for pair in fitted if pair is not None]
-        is_cut = [each.length > seq_len + 1 for each in encoded]
-        skipped = [place for place, pair in enumerate(fitted) if pair is None]
-        self.unmarked = [place for place in skipped if not is_cut[place]]
+        is_cut = [conversation.length > seq_len + 1 for conversation in encoded]
+        skipped = [index for index, pair in enumerate(fitted) if pair is None]
+        self.unmarked = [index for index in skipped if not is_cut[index]]
         """Conversations that fit, and in which nothing is learned."""
         cut, lost = sum(is_cut), len(skipped) - len(self.unmarked)
         self._pack()
@@ -145,8 +145,8 @@ class ChatDataset(GatherDataset):
 
     def fit_to(self, model: nn.Module) -> None:
         """Give batches as a model's forward takes them: one of transformers gets a conversation in each row."""
-        taken = inspect.signature(model.forward).parameters
-        if "documents" not in taken and "input_ids" in taken:
+        parameters = inspect.signature(model.forward).parameters
+        if "documents" not in parameters and "input_ids" in parameters:
             self._for_transformers, self.is_packed = True, False
             self._pack()
 
@@ -162,7 +162,7 @@ class ChatDataset(GatherDataset):
 
 
 def fit_length(
-    encoded: Encoded, longest: int, *, learns_all: bool = False
+    encoded: EncodedChat, longest: int, *, learns_all: bool = False
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Return the tokens and targets of a conversation, at most `longest` tokens; None where nothing is left to learn.
 

@@ -39,12 +39,12 @@ class Choices(GatherDataset):
         for item, (line, row) in enumerate(items.items()):
             contexts.append(_context(row, f"{path}, line {line}"))
             self.endings += _endings(row, item, f"{path}, line {line}")
-        encoded = pieces.encode([f"{contexts[each.item]} {each.text}" for each in self.endings])
-        self._texts = [[*pieces.begin, *each.tokens] for each in encoded]
+        encoded = pieces.encode([f"{contexts[text.item]} {text.text}" for text in self.endings])
+        self._texts = [[*pieces.begin, *text.tokens] for text in encoded]
         # An ending begins with the space before it, or with a token in which a part of it is.
         self._ends = [
-            sum(last > len(contexts[ending.item]) for _, last in each.spans)
-            for ending, each in zip(self.endings, encoded, strict=True)
+            sum(last > len(contexts[ending.item]) for _, last in text.spans)
+            for ending, text in zip(self.endings, encoded, strict=True)
         ]
         longest = max(self._ends)
         if longest > seq_len:
@@ -91,9 +91,9 @@ class ChoiceAccuracy:
         for sample, (likelihood,) in zip(samples.tolist(), rows.tolist(), strict=True):
             ending = self._endings[sample]
             items[ending.item].append((ending, likelihood))
-        whole = [each for item, each in items.items() if len(each) == self._counts[item]]
-        by_sum = [max(each, key=lambda pair: pair[1])[0].is_right for each in whole]
-        by_letter = [max(each, key=lambda pair: pair[1] / len(pair[0].text))[0].is_right for each in whole]
+        whole = [scored for item, scored in items.items() if len(scored) == self._counts[item]]
+        by_sum = [max(scored, key=lambda pair: pair[1])[0].is_right for scored in whole]
+        by_letter = [max(scored, key=lambda pair: pair[1] / len(pair[0].text))[0].is_right for scored in whole]
         count = len(whole) or math.nan
         return {"accuracy": sum(by_sum) / count, "accuracy_norm": sum(by_letter) / count}
 
@@ -139,11 +139,11 @@ def choices(
 
 def _rows(path: Path) -> dict[int, Any]:
     """Return the values of a file's lines that are not blank, by the numbers of the lines."""
-    found = {}
+    rows = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             if line.strip():
-                found[number] = json.loads(line)
+                rows[number] = json.loads(line)
         except ValueError as error:
             raise DataError(f"{path}, line {number} cannot be read: {error}", hint=_FORMAT) from error
-    return found
+    return rows

@@ -35,7 +35,7 @@ _SHEAR, _TRANSLATE, _ROTATE, _BLEND, _LOST_BITS = 0.3, 2 * 150 / 331, math.radia
 """What the highest level does; a translation is in half widths of the image."""
 
 
-class Chosen(NamedTuple):
+class ChosenOperations(NamedTuple):
     """The operation of each image, by its number, and its direction, 1 or -1."""
 
     number: Tensor
@@ -43,18 +43,18 @@ class Chosen(NamedTuple):
 
     def is_any(self, *names: str) -> Tensor:
         """Return for each image whether its operation is one of these."""
-        found = torch.zeros_like(self.number, dtype=torch.bool)
+        mask = torch.zeros_like(self.number, dtype=torch.bool)
         for name in names:
-            found |= self.number == OPERATIONS.index(name)
-        return found
+            mask |= self.number == OPERATIONS.index(name)
+        return mask
 
 
-def choose(numbers: Tensor) -> Chosen:
+def choose(numbers: Tensor) -> ChosenOperations:
     """Return the operations for uniform numbers [images, 2]."""
-    return Chosen((numbers[:, 0] * len(OPERATIONS)).long(), torch.where(numbers[:, 1] < 0.5, -1.0, 1.0))
+    return ChosenOperations((numbers[:, 0] * len(OPERATIONS)).long(), torch.where(numbers[:, 1] < 0.5, -1.0, 1.0))
 
 
-def moved(chosen: Chosen, magnitude: float) -> Tensor:
+def moved(chosen: ChosenOperations, magnitude: float) -> Tensor:
     """Return what each operation does to coordinates, as matrices [images, 3, 3]; the unit matrix for colours."""
     signed = chosen.sign * (magnitude / _LEVELS)
     angle = torch.where(chosen.is_any("rotate"), signed * _ROTATE, 0.0)
@@ -68,7 +68,7 @@ def moved(chosen: Chosen, magnitude: float) -> Tensor:
     return matrix
 
 
-def coloured(images: Tensor, chosen: Chosen, magnitude: float) -> Tensor:
+def coloured(images: Tensor, chosen: ChosenOperations, magnitude: float) -> Tensor:
     """Return images (0 to 255) after each one's operation; geometric ones leave the colours."""
     level = magnitude / _LEVELS
     # On a GPU all images are changed by all operations: to choose some of them, the host would wait for the device.

@@ -82,31 +82,31 @@ def files(
     if root is None:
         raise UsageError("the data set 'files' needs to know where the files are", hint="Write: --data ./my-files")
     check_fraction(val_fraction, split)
-    place, kind = _survey(root)
+    source, kind = _survey(root)
     if kind == "images":
-        found = find_images(root, split, class_names, needs_target=needs_target)
-        return held_out_part(ImageFolder(found, size=size, channels=channels), found.part, val_fraction)
-    chosen, part = of_split(place.folder, place.files, split)
+        images = find_images(root, split, class_names, needs_target=needs_target)
+        return held_out_part(ImageFolder(images, size=size, channels=channels), images.part, val_fraction)
+    chosen, part = of_split(source.folder, source.files, split)
     if kind == "text":
         tokens = _tokens("\n".join(file.read_text(encoding="utf-8", errors="replace") for file in chosen), tokenizer)
         return _windows(tokens, seq_len, part, val_fraction, tokenizer)
-    table, shown = read_table(kind, chosen), str(chosen[0]) if len(chosen) == 1 else place.shown
+    table, title = read_table(kind, chosen), str(chosen[0]) if len(chosen) == 1 else source.title
     text = text if text is not None or target is not None or table.column_names != ["text"] else "text"
     if text is not None and target is None and inputs is None and class_names is None:
-        check_columns(table, [text], shown)
-        return _windows(_tokens(_joined(table, text, shown), tokenizer), seq_len, part, val_fraction, tokenizer)
+        check_columns(table, [text], title)
+        return _windows(_tokens(_joined(table, text, title), tokenizer), seq_len, part, val_fraction, tokenizer)
     if not needs_target:
         target = None
     elif target is None:
         target = next((name for name in TARGETS if name in table.column_names), None)
     if target is not None:
-        check_columns(table, [target], shown)
+        check_columns(table, [target], title)
         target_type = target_type or target_type_of(table.features[target])
         if class_names is None and target_type == "class":
-            training = of_split(place.folder, place.files, "train")[0]
+            training = of_split(source.folder, source.files, "train")[0]
             class_names = classes_of(kind, training, table, target, of_texts=text is not None)
     shape = TableShape(inputs, target, target_type, list(class_names or ()), text, tokenizer, seq_len)
-    rows = TableDataset(table, shown, shape, needs_target=needs_target)
+    rows = TableDataset(table, title, shape, needs_target=needs_target)
     if split == "train":
         rows.note_left_out()
     return held_out_part(rows, part, val_fraction)
@@ -114,12 +114,12 @@ def files(
 
 def rows_of(root: Root, split: str, columns: Sequence[str], val_fraction: float = 0.1) -> Any:
     """Return the rows of a split of table files (jsonl, csv, parquet, ...), a sequence of dicts, with these columns."""
-    place, kind = _survey(root)
+    source, kind = _survey(root)
     if kind in ("images", "text", "webdataset"):
-        raise DataError(f"{place.shown} holds no table files.", hint="Give .jsonl, .csv or .parquet files.")
-    chosen, part = of_split(place.folder, place.files, split)
+        raise DataError(f"{source.title} holds no table files.", hint="Give .jsonl, .csv or .parquet files.")
+    chosen, part = of_split(source.folder, source.files, split)
     table = read_table(kind, chosen)
-    check_columns(table, columns, place.shown)
+    check_columns(table, columns, source.title)
     return held_out_part(table, part, val_fraction)
 
 
@@ -130,42 +130,46 @@ def kind_of_files(root: Root) -> str:
 
 def _survey(root: Root) -> tuple[FoundFiles, str]:
     """Return the files of the most frequent kind at a place, and that kind."""
-    place = find_files(root)
-    endings = Counter(file.suffix.lower() for file in place.files)
-    known = [ending for ending in endings if ending in _KINDS or ending in IMAGE_ENDINGS]
+    source = find_files(root)
+    endings = Counter(file.suffix.lower() for file in source.files)
+    readable = [ending for ending in endings if ending in _KINDS or ending in IMAGE_ENDINGS]
     # In a folder other files may lie about; those that were named are all meant.
-    strange = [] if place.folder is not None else [ending for ending in endings if ending not in known]
-    if not known or strange:
-        shown = ", ".join(f"{ending or 'no ending'} ({count})" for ending, count in endings.most_common(5)) or "nothing"
-        holds = "is no file" if place.folder is None else "holds no files"
+    strange = [] if source.folder is not None else [ending for ending in endings if ending not in readable]
+    if not readable or strange:
+        content = (
+            ", ".join(f"{ending or 'no ending'} ({count})" for ending, count in endings.most_common(5)) or "nothing"
+        )
+        holds = "is no file" if source.folder is None else "holds no files"
         raise DataError(
-            f"{place.shown} {holds} that can be read as data; found: {shown}.",
+            f"{source.title} {holds} that can be read as data; found: {content}.",
             hint=f"Known endings: {', '.join(sorted({*_KINDS, *IMAGE_ENDINGS}))}. Others: write a function, "
             "--data my_package.data:load",
         )
-    kinds = {"images" if ending in IMAGE_ENDINGS else _KINDS[ending] for ending in known}
-    if place.folder is None and len(kinds) > 1:
-        raise DataError(f"{place.shown} are files of different kinds: {', '.join(sorted(kinds))}.")
+    kinds = {"images" if ending in IMAGE_ENDINGS else _KINDS[ending] for ending in readable}
+    if source.folder is None and len(kinds) > 1:
+        raise DataError(f"{source.title} are files of different kinds: {', '.join(sorted(kinds))}.")
     # A README.md or a .json file next to one file of data describes it.
-    best = max(known, key=lambda ending: endings[ending] / (2 if ending in (".json", ".md") else 1))
+    best = max(readable, key=lambda ending: endings[ending] / (2 if ending in (".json", ".md") else 1))
     kind = "images" if best in IMAGE_ENDINGS else _KINDS[best]
     # Next to rows in .jsonl files, a .json file describes them.
-    endings_read = {best} if kind == "json" else {ending for ending, each in _KINDS.items() if each == kind}
-    return place._replace(files=[file for file in place.files if file.suffix.lower() in endings_read]), kind
+    endings_read = (
+        {best} if kind == "json" else {ending for ending, kind_of_ending in _KINDS.items() if kind_of_ending == kind}
+    )
+    return source._replace(files=[file for file in source.files if file.suffix.lower() in endings_read]), kind
 
 
-def of_split(folder: Path | None, found: list[Path], split: str) -> tuple[list[Path], str | None]:
+def of_split(folder: Path | None, listed: list[Path], split: str) -> tuple[list[Path], str | None]:
     """Return the files of a split, and which part of their samples: None for all, else the split's name.
 
     Files for validation are called val* or valid*; where there are none, dev*, else test*. Files called by another of
     these names are in neither split: a test set must not choose the model.
     """
-    by_name = {names: [file for file in found if _names_a(file, folder, names)] for names in _VALIDATION}
+    by_name = {names: [file for file in listed if _names_a(file, folder, names)] for names in _VALIDATION}
     validation = next(filter(None, by_name.values()), [])
-    if not validation or len(validation) == len(found):
-        return found, split
+    if not validation or len(validation) == len(listed):
+        return listed, split
     named = {file for files in by_name.values() for file in files}
-    return (validation if split == "val" else [file for file in found if file not in named]), None
+    return (validation if split == "val" else [file for file in listed if file not in named]), None
 
 
 def _names_a(file: Path, root: Path | None, prefixes: tuple[str, ...]) -> bool:
@@ -174,12 +178,12 @@ def _names_a(file: Path, root: Path | None, prefixes: tuple[str, ...]) -> bool:
     return any(part.lower().startswith(prefixes) for part in parts)
 
 
-def _joined(table: Any, column: str, shown: str) -> str:
+def _joined(table: Any, column: str, title: str) -> str:
     """Return the texts of a column as one."""
     texts = table[column]
     if (empty := next((number for number, text in enumerate(texts) if not isinstance(text, str)), None)) is not None:
-        what = "no value" if texts[empty] is None else f"{texts[empty]!r}, which is not a text,"
-        raise DataError(f"row {empty + 1} of {shown} has {what} in the column '{column}'.")
+        problem = "no value" if texts[empty] is None else f"{texts[empty]!r}, which is not a text,"
+        raise DataError(f"row {empty + 1} of {title} has {problem} in the column '{column}'.")
     return "\n".join(texts)
 
 
@@ -209,12 +213,12 @@ def read_rows(root: Root | None, split: str, fraction: float) -> list[tuple[int,
     """Return the rows of one split of the tables (jsonl, json, parquet, ...) at a path, each with its number."""
     if root is None:
         raise UsageError("the data set needs to know where its files are", hint="Write: --data ./my-files")
-    place, kind = _survey(root)
+    source, kind = _survey(root)
     if kind not in _TABLES:
         raise DataError(
-            f"{place.shown} holds {kind}, and rows of .jsonl, .json, .parquet or .arrow files are expected."
+            f"{source.title} holds {kind}, and rows of .jsonl, .json, .parquet or .arrow files are expected."
         )
-    chosen, part = of_split(place.folder, place.files, split)
+    chosen, part = of_split(source.folder, source.files, split)
     table = read_table(kind, chosen)
     numbers = held_out(len(table), part, fraction)
     return list(enumerate(table) if numbers is None else zip(numbers, table.select(numbers), strict=True))
@@ -261,12 +265,12 @@ def text(split: str = "train", seq_len: int = 128, max_bytes: int = 4_000_000) -
 
 
 def _sources(root: Path) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, subfolders, files in os.walk(root):
         # Pruned in place: walking through site-packages would take longer than everything else.
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
-        found += [Path(folder, file) for file in files if file.endswith(".py")]
-    return sorted(found)
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
+    return sorted(paths)
 
 
 def _read(files: list[Path], max_bytes: int) -> torch.Tensor:

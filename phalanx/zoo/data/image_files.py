@@ -80,7 +80,7 @@ def find_images(
         if strange := [file for file in places if file.is_file() and file.suffix.lower() not in IMAGE_ENDINGS]:
             endings = ", ".join(sorted(IMAGE_ENDINGS))
             raise DataError(f"{strange[0]} is not an image: its name ends in none of {endings}.")
-        files = [image for place in places for image in (_images_below(place) if place.is_dir() else [place])]
+        files = [image for path in places for image in (_images_below(path) if path.is_dir() else [path])]
         return _named(files, split, classes, needs_target=needs_target)
     train, val = split_folders(folder)
     if split == "val" and val is not None:
@@ -119,7 +119,7 @@ def split_folders(root: Path) -> tuple[Path, Path | None]:
     if train.is_dir():
         return train, val
     # A class may be called "test": only where all folders are those of splits, they are not classes.
-    others = [each for each in root.iterdir() if each.is_dir() and each.name not in _VALIDATION]
+    others = [entry for entry in root.iterdir() if entry.is_dir() and entry.name not in _VALIDATION]
     return root, val if not others else None
 
 
@@ -133,8 +133,8 @@ def _by_names(
             hint=f"The classes are: {', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}",
         )
     # Folders without images need no place among the classes: they are in no sample.
-    place = {number: classes.index(name) for number, name in enumerate(names) if name in classes}
-    return [(file, place[label]) for file, label in samples]
+    class_of = {number: classes.index(name) for number, name in enumerate(names) if name in classes}
+    return [(file, class_of[label]) for file, label in samples]
 
 
 def list_splits(root: Path) -> tuple[list[str], dict[str, list[tuple[Path, int]]]]:
@@ -157,8 +157,8 @@ def about_empty(classes: Sequence[str], samples: Sequence[tuple[Path, int]]) -> 
     empty = [name for label, name in enumerate(classes) if label not in filled]
     if not empty:
         return ""
-    shown = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
-    return f"{len(empty)} of {len(classes)} class folders hold no images: {shown} (they stay classes)"
+    listed = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
+    return f"{len(empty)} of {len(classes)} class folders hold no images: {listed} (they stay classes)"
 
 
 def decode(content: bytes, size: int) -> NDArray[np.uint8]:
@@ -191,8 +191,8 @@ def as_rgb(image: Any) -> Any:
     if image.mode.startswith(("I", "F")):
         return import_pillow().fromarray(_eight_bits(np.asarray(image))).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        shown = image.convert("RGBA")
-        return import_pillow().alpha_composite(import_pillow().new("RGBA", shown.size, _WHITE), shown).convert("RGB")
+        opaque = image.convert("RGBA")
+        return import_pillow().alpha_composite(import_pillow().new("RGBA", opaque.size, _WHITE), opaque).convert("RGB")
     return image.convert("RGB")
 
 

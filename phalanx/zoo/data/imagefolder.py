@@ -24,7 +24,7 @@ class ImageFolder(Dataset[Any]):
 
     def __init__(
         self,
-        found: FoundImages,
+        images: FoundImages,
         *,
         size: int = 224,
         channels: int = 3,
@@ -36,7 +36,7 @@ class ImageFolder(Dataset[Any]):
         self.size, self.channels = size, channels
         self.transform = transform
         self.deterministic = transform is None
-        self.classes, self.samples = found.classes, found.samples
+        self.classes, self.samples = images.classes, images.samples
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -80,6 +80,6 @@ def imagefolder(
         raise UsageError("imagefolder needs the folder with the images", hint="Write: --data path/to/images")
     check_fraction(val_fraction, split)
     import_pillow()
-    found = find_images(root, split, class_names, needs_target=needs_target)
-    images = ImageFolder(found, size=size, channels=channels, transform=transform)
-    return held_out_part(images, found.part, val_fraction)
+    listed = find_images(root, split, class_names, needs_target=needs_target)
+    images = ImageFolder(listed, size=size, channels=channels, transform=transform)
+    return held_out_part(images, listed.part, val_fraction)

@@ -31,9 +31,9 @@ def digits(split: str = "train") -> TensorDataset:
         images, labels = arrays["images"], arrays["labels"]
     part = slice(TRAIN_SIZE) if split == "train" else slice(TRAIN_SIZE, None)
     scaled = torch.from_numpy(images[part]).unsqueeze(1).float() / 16
-    found = TensorDataset(scaled, torch.from_numpy(labels[part]).long())
-    found.classes = [str(digit) for digit in range(10)]  # type: ignore[attr-defined]
-    return found
+    dataset = TensorDataset(scaled, torch.from_numpy(labels[part]).long())
+    dataset.classes = [str(digit) for digit in range(10)]  # type: ignore[attr-defined]
+    return dataset
 
 
 _PREFIXES = {"train": "train", "val": "t10k"}

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
+from phalanx.config.fields import IGNORED_LABEL
 from phalanx.config.option import Limits, limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError, UsageError
 from phalanx.zoo.data.files import TextDataset, files, text
 from phalanx.zoo.data.places import Root
 from phalanx.zoo.data.tables import VOCABULARY, read_tokenizer
+from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 
 _RATE: Limits = {"above": 0, "below": 1}
 _MASKED, _RANDOM = 0.8, 0.1
@@ -119,12 +120,12 @@ class MaskedTokens(HiddenTokens):
         of_word[self._words.special[tokens]] = 2.0
         hidden = (of_word < self._rate) | (of_word == of_word.amin(1, keepdim=True))  # one word at least
         hidden &= of_word < 2.0
-        place = torch.arange(tokens.shape[1]).expand_as(tokens)
-        how, other = self._chance(1, sample, place), self._chance(2, sample, place)
-        shown = torch.where(how < _MASKED, self._words.mask, tokens)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        how, other = self._chance(1, sample, positions), self._chance(2, sample, positions)
+        inputs = torch.where(how < _MASKED, self._words.mask, tokens)
         drawn = (other * self._words.size).long()
-        shown = torch.where((how >= _MASKED) & (how < _MASKED + _RANDOM), drawn, shown)
-        return [torch.where(hidden, shown, tokens), torch.where(hidden, tokens, IGNORED_LABEL)]
+        inputs = torch.where((how >= _MASKED) & (how < _MASKED + _RANDOM), drawn, inputs)
+        return [torch.where(hidden, inputs, tokens), torch.where(hidden, tokens, IGNORED_LABEL)]
 
 
 class Sentinels(NamedTuple):
@@ -144,8 +145,8 @@ def byte_sentinels() -> Sentinels:
 def tokenizer_sentinels(tokenizer: Any, folder: str) -> Sentinels:
     """Return those of a Hugging Face tokenizer: <extra_id_0>, <extra_id_1>, ..."""
     check_t5(tokenizer, folder)
-    known = tokenizer.get_vocab()
-    spans = [known[name] for number in range(len(known)) if (name := f"<extra_id_{number}>") in known]
+    vocabulary = tokenizer.get_vocab()
+    spans = [vocabulary[name] for number in range(len(vocabulary)) if (name := f"<extra_id_{number}>") in vocabulary]
     return Sentinels(len(tokenizer), torch.tensor(spans), 0)
 
 
@@ -186,21 +187,21 @@ class CorruptedSpans(HiddenTokens):
         """Return (tokens, targets), int64 [batch, seq_len] and [batch, time]."""
         tokens = self._tokens(index).long() + self._sentinels.shift
         samples, time = tokens.shape
-        shown, hidden = (
+        visible, hidden = (
             self._lengths(kind, index, total) for kind, total in ((3, time - self._hidden), (4, self._hidden))
         )
         # Lengths of shown and hidden spans in turn, and for each token the span that it is in.
-        ends = torch.stack([shown, hidden], dim=2).flatten(1).cumsum(1)
-        place = torch.arange(time).expand(samples, time).contiguous()
-        span = torch.searchsorted(ends, place, right=True)
+        ends = torch.stack([visible, hidden], dim=2).flatten(1).cumsum(1)
+        positions = torch.arange(time).expand(samples, time).contiguous()
+        span = torch.searchsorted(ends, positions, right=True)
         first = F.pad(span[:, 1:] != span[:, :-1], (1, 0), value=True)
         sign = self._sentinels.spans[span // 2]
         is_hidden = span % 2 == 1
         inputs = torch.where(is_hidden, sign, tokens)[~is_hidden | first].view(samples, -1)
         # A hidden span follows its sign: the sign is written before the span's first token.
         pairs = torch.stack([sign, tokens], dim=2)
-        kept = torch.stack([is_hidden & first, is_hidden], dim=2)
-        targets = pairs[kept].view(samples, -1)
+        mask = torch.stack([is_hidden & first, is_hidden], dim=2)
+        targets = pairs[mask].view(samples, -1)
         return [self._ended(inputs, T5_PAD, self.seq_len), self._ended(targets, IGNORED_LABEL, -8)]
 
     def _lengths(self, kind: int, index: Tensor, total: int) -> Tensor:
@@ -292,7 +293,7 @@ def _windows(
 ) -> Any:
     if root is None:
         return text(split, seq_len, max_bytes)
-    found = files(split, root, tokenizer=tokenizer, seq_len=seq_len, val_fraction=val_fraction)
-    if not isinstance(found, TextDataset | None):
+    dataset = files(split, root, tokenizer=tokenizer, seq_len=seq_len, val_fraction=val_fraction)
+    if not isinstance(dataset, TextDataset | None):
         raise DataError(f"{root} holds no texts, which this data set reads.", hint="Give .txt files.")
-    return found
+    return dataset

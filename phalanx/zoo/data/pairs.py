@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Subset
 
-from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
+from phalanx.config.fields import IGNORED_LABEL
 from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError, UsageError, unknown_name
@@ -24,6 +24,7 @@ from phalanx.zoo.data.masked import byte_sentinels, check_t5
 from phalanx.zoo.data.places import Root
 from phalanx.zoo.data.splits import check_fraction
 from phalanx.zoo.data.tables import read_tokenizer
+from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 
 TASKS = ("copy", "sort")
 _LOOKED_AT = 1000
@@ -61,23 +62,23 @@ class TextPairs(GatherDataset):
     def gather(self, index: Tensor) -> list[Tensor]:
         """Return (tokens, targets), int64 [batch, seq_len] and [batch, target_len]; longer texts are cut."""
         pairs = [self._rows[number] for number in index.tolist()]
-        given = [self._padded(first, self.seq_len, T5_PAD) for first, _ in pairs]
+        inputs = [self._padded(first, self.seq_len, T5_PAD) for first, _ in pairs]
         written = [self._padded(second, self._target_len, IGNORED_LABEL) for _, second in pairs]
-        return [torch.stack(given), torch.stack(written)]
+        return [torch.stack(inputs), torch.stack(written)]
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without its end."""
         if self._tokenizer is None:
             return [byte + self._shift for byte in text.encode()]
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return found
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return tokens
 
     def _cut_note(self, where: str) -> Iterator[str]:
         looked = [self._rows[number] for number in range(min(len(self._rows), _LOOKED_AT))]
-        for place, longest, name in ((0, self.seq_len, "seq_len"), (1, self._target_len, "target_len")):
-            cut = sum(len(self.encode(row[place])) >= longest for row in looked)
+        for index, longest, name in ((0, self.seq_len, "seq_len"), (1, self._target_len, "target_len")):
+            cut = sum(len(self.encode(row[index])) >= longest for row in looked)
             if cut:
-                texts = f"{cut:,} of the first {len(looked):,} {('given', 'written')[place]} texts"
+                texts = f"{cut:,} of the first {len(looked):,} {('given', 'written')[index]} texts"
                 yield f"{where}: {texts} are longer than {name}={longest}, and cut"
 
     def _padded(self, text: str, length: int, padding: int) -> Tensor:
@@ -94,16 +95,16 @@ class _Columns(Sequence[tuple[str, str]]):
         numbers = rows.indices if is_part else range(len(rows))
         self._source, self._target, self._prefix = source, target, prefix
         is_whole = [None not in pair for pair in zip(self._rows[source], self._rows[target], strict=True)]
-        self._kept = [number for number in numbers if is_whole[number]]
+        self._usable = [number for number in numbers if is_whole[number]]
         missing = [number for number in numbers if not is_whole[number]]
         why = f"no {source}, or no {target}"
         self.notes = (f"{counted_rows(missing, 'pair')} skipped: {why}",) if missing else ()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._usable)
 
     def __getitem__(self, number: Any) -> Any:
-        row = self._rows[self._kept[number]]
+        row = self._rows[self._usable[number]]
         return f"{self._prefix}{row[self._source]}", str(row[self._target])
 
 
@@ -145,5 +146,7 @@ def _drawn(split: str, tasks: list[str], count: int, seed: int) -> list[tuple[st
     """Return pairs such as ("sort: dacb", "abcd"); a tenth of `count` for validation, from other letters."""
     draw = random.Random(f"{seed} pairs")
     words = list(dict.fromkeys("".join(draw.choices(_LETTERS, k=draw.randint(3, 10))) for _ in range(count)))
-    held = [word for number, word in enumerate(words) if (number % 10 == 9) == (split == "val")]
-    return [(f"{task}: {word}", word if task == "copy" else "".join(sorted(word))) for word in held for task in tasks]
+    of_split = [word for number, word in enumerate(words) if (number % 10 == 9) == (split == "val")]
+    return [
+        (f"{task}: {word}", word if task == "copy" else "".join(sorted(word))) for word in of_split for task in tasks
+    ]

@@ -17,28 +17,28 @@ class FoundFiles(NamedTuple):
 
     files: list[Path]
     folder: Path | None
-    shown: str
+    title: str
     """The place in an error message."""
 
 
 def find_places(root: Root) -> list[Path]:
     """Return the files and folders that are named; a pattern stands for what it matches."""
-    found: list[Path] = []
-    for each in [root] if isinstance(root, str | Path) else root:
-        path = Path(each).expanduser()
+    paths: list[Path] = []
+    for entry in [root] if isinstance(root, str | Path) else root:
+        path = Path(entry).expanduser()
         if path.exists():
-            found.append(path)
+            paths.append(path)
         elif is_pattern(path):
             matched = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
             if not matched:
-                raise UsageError(f"data = '{each}': no file matches this pattern")
-            found += matched
+                raise UsageError(f"data = '{entry}': no file matches this pattern")
+            paths += matched
         else:
             near = nearest(path.name, [other.name for other in path.parent.glob("*")])
             raise UsageError(
-                f"data = '{each}': there is nothing at that path{f'. Did you mean {near!r}?' if near else ''}"
+                f"data = '{entry}': there is nothing at that path{f'. Did you mean {near!r}?' if near else ''}"
             )
-    return found
+    return paths
 
 
 def is_pattern(path: str | Path) -> bool:
@@ -48,8 +48,8 @@ def is_pattern(path: str | Path) -> bool:
 
 def absolute(path: str | Path) -> str:
     """Return a path or a pattern as an absolute one."""
-    given = Path(path).expanduser()
-    return str(Path.cwd() / given if is_pattern(given) and not given.exists() else given.resolve())
+    expanded = Path(path).expanduser()
+    return str(Path.cwd() / expanded if is_pattern(expanded) and not expanded.exists() else expanded.resolve())
 
 
 def find_files(root: Root) -> FoundFiles:
@@ -57,7 +57,7 @@ def find_files(root: Root) -> FoundFiles:
     places = find_places(root)
     if len(places) == 1 and places[0].is_dir():
         return FoundFiles(files_below(places[0]), places[0], str(places[0]))
-    files = [file for place in places for file in (files_below(place) if place.is_dir() else [place])]
+    files = [file for path in places for file in (files_below(path) if path.is_dir() else [path])]
     return FoundFiles(files, None, str(places[0]) if len(places) == 1 else f"{places[0]} and {len(places) - 1} more")
 
 
@@ -67,11 +67,11 @@ def files_below(folder: Path) -> list[Path]:
     return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
 
 
-def one_folder(root: Root, what: str) -> Path:
+def one_folder(root: Root, dataset: str) -> Path:
     """Return the folder that a data set is read from; refuse anything else."""
     places = find_places(root)
     if len(places) == 1 and places[0].is_dir():
         return places[0]
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     kind = "a file" if places[0].is_file() else "not one folder"
-    raise UsageError(f"{what} reads a folder, and {places[0]}{more} is {kind}")
+    raise UsageError(f"{dataset} reads a folder, and {places[0]}{more} is {kind}")

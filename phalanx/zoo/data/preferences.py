@@ -13,7 +13,7 @@ from phalanx.config.fields import IGNORED_LABEL
 from phalanx.config.option import limited
 from phalanx.data.fetch import GatherDataset
 from phalanx.errors import DataError
-from phalanx.zoo.data.chat_template import Encoded, Messages, read_template
+from phalanx.zoo.data.chat_template import EncodedChat, Messages, read_template
 from phalanx.zoo.data.chats import as_messages, counted_rows
 from phalanx.zoo.data.files import read_rows
 from phalanx.zoo.data.places import Root
@@ -39,8 +39,8 @@ def preferences(
     whole = [number for number, pair in rows.items() if pair]
     both = dict(zip(whole, zip(encoded[::2], encoded[1::2], strict=True), strict=True))
     learned = {number: _learned(*pair, seq_len) for number, pair in both.items()}
-    found = PreferenceDataset([pair for pair in learned.values() if pair is not None], form.vocab_size)
-    found.notes += form.notes
+    dataset = PreferenceDataset([pair for pair in learned.values() if pair is not None], form.vocab_size)
+    dataset.notes += form.notes
     remarks = {
         "skipped: an answer is empty": [number for number in rows if number not in both],
         f"skipped: the two answers are the same, or begin after seq_len = {seq_len}": [
@@ -50,10 +50,12 @@ def preferences(
             number for number, pair in both.items() if learned[number] and _longest(pair) > seq_len + 1
         ],
     }
-    found.notes += tuple(f"{counted_rows(numbers, 'pair')} {what}" for what, numbers in remarks.items() if numbers)
-    if split == "train" and not len(found):
-        raise DataError(f"{root} has no pair that can be learned: {'; '.join(found.notes)}")
-    return found
+    dataset.notes += tuple(
+        f"{counted_rows(numbers, 'pair')} {remark}" for remark, numbers in remarks.items() if numbers
+    )
+    if split == "train" and not len(dataset):
+        raise DataError(f"{root} has no pair that can be learned: {'; '.join(dataset.notes)}")
+    return dataset
 
 
 def _conversations(row: Mapping[str, Any], number: int) -> list[Messages]:
@@ -65,25 +67,25 @@ def _conversations(row: Mapping[str, Any], number: int) -> list[Messages]:
         )
     if not all(row[side] for side in _SIDES):
         return []
-    asked = as_messages(row["prompt"], "user", number) if row.get("prompt") else []
-    found = []
+    prompt = as_messages(row["prompt"], "user", number) if row.get("prompt") else []
+    conversations = []
     for side in _SIDES:
         messages = as_messages(row[side], "assistant", number)
         is_whole = messages[0]["role"] != "assistant"  # it begins with the prompt
-        found.append(messages if is_whole else [*asked, *messages])
-        if found[-1][-1]["role"] != "assistant":
+        conversations.append(messages if is_whole else [*prompt, *messages])
+        if conversations[-1][-1]["role"] != "assistant":
             raise DataError(f"row {number}: '{side}' does not end with an answer of the assistant.")
-    return found
+    return conversations
 
 
-def _longest(pair: tuple[Encoded, Encoded]) -> int:
+def _longest(pair: tuple[EncodedChat, EncodedChat]) -> int:
     return max(encoded.length for encoded in pair)
 
 
 Pair = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
-def _learned(chosen: Encoded, rejected: Encoded, seq_len: int) -> Pair | None:
+def _learned(chosen: EncodedChat, rejected: EncodedChat, seq_len: int) -> Pair | None:
     """Return tokens and targets of both, as far as they fit; None where nothing is left to compare.
 
     Tokens count from the first in which the two differ: the terms of those before are equal, and cancel in the loss.

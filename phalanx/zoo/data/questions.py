@@ -57,7 +57,7 @@ class QuestionWindows(GatherDataset):
         self.vocab_size = pieces.vocab_size
         used = {question.context for question in questions}
         self._contexts = pieces.encode([text if number in used else "" for number, text in enumerate(contexts)])
-        self._asked = pieces.encode([question.text for question in questions])
+        self._question_pieces = pieces.encode([question.text for question in questions])
         self._begin, self._separator = pieces.special("begin"), pieces.special("separator")
         self._padding = pieces.special("padding")
         self.windows: list[Window] = []
@@ -67,13 +67,16 @@ class QuestionWindows(GatherDataset):
         self.metrics = {"answers": AnswerScores(self, longest_answer)}
 
     def _cut(self, number: int, stride: int) -> list[Window]:
-        asked, length = len(self._asked[number].tokens), len(self._contexts[self.questions[number].context].tokens)
-        room = self.seq_len - asked - 3
+        question_tokens, length = (
+            len(self._question_pieces[number].tokens),
+            len(self._contexts[self.questions[number].context].tokens),
+        )
+        room = self.seq_len - question_tokens - 3
         if room < self.seq_len // 2:
             raise DataError(
-                f"the question {self.questions[number].key} has {asked} tokens, which leaves less than half of a "
-                f"window of {self.seq_len} for its context.",
-                hint=f"Write: --set data.seq_len={2 * asked + 8} or more, or leave the question out.",
+                f"the question {self.questions[number].key} has {question_tokens} tokens, which leaves less than "
+                f"half of a window of {self.seq_len} for its context.",
+                hint=f"Write: --set data.seq_len={2 * question_tokens + 8} or more, or leave the question out.",
             )
         windows = [Window(number, 0, min(room, length))]
         while windows[-1].stop < length:
@@ -100,34 +103,34 @@ class QuestionWindows(GatherDataset):
         rows = [self._row(self.windows[number]) for number in index.tolist()]
         tokens = torch.full((len(rows), self.seq_len), self._padding)
         kinds, mask = torch.zeros_like(tokens), torch.zeros_like(tokens)
-        for place, (asked, context, _) in enumerate(rows):
-            tokens[place, : len(asked) + len(context)] = torch.tensor(asked + context)
-            kinds[place, len(asked) : len(asked) + len(context)] = 1
-            mask[place, : len(asked) + len(context)] = 1
+        for place, (question, context, _) in enumerate(rows):
+            tokens[place, : len(question) + len(context)] = torch.tensor(question + context)
+            kinds[place, len(question) : len(question) + len(context)] = 1
+            mask[place, : len(question) + len(context)] = 1
         labels = torch.tensor([row[2] for row in rows])
         return {"input_ids": tokens, "token_type_ids": kinds, "attention_mask": mask, "labels": labels}
 
     def _row(self, window: Window) -> tuple[list[int], list[int], list[int]]:
         """Return the two parts of a window, and its labels."""
-        asked = [self._begin, *self._asked[window.question].tokens, self._separator]
+        question = [self._begin, *self._question_pieces[window.question].tokens, self._separator]
         context = self._contexts[self.questions[window.question].context].tokens[window.first : window.stop]
         labels, answer = [0, 0], self._answers[window.question]
         if answer is not None and window.first <= answer[0] and answer[1] < window.stop:
-            labels = [len(asked) + token - window.first for token in answer]
-        return asked, [*context, self._separator], [*labels, len(asked), len(asked) + len(context) - 1]
+            labels = [len(question) + token - window.first for token in answer]
+        return question, [*context, self._separator], [*labels, len(question), len(question) + len(context) - 1]
 
     def predictions(self, outputs: Tensor) -> list[dict[str, Any]]:
         """Return what a model's outputs for all windows say of each question, for `phalanx predict`."""
         samples, scores = torch.arange(len(self)), self.metrics["answers"]
         answers = scores.answers(scores(outputs, self.gather(samples)["labels"]), samples)
         return [
-            {"row": number, "id": self.questions[number].key, "question": self.questions[number].text, "answer": given}
-            for number, given in sorted(answers.items())
+            {"row": number, "id": self.questions[number].key, "question": self.questions[number].text, "answer": answer}
+            for number, answer in sorted(answers.items())
         ]
 
     def answer_text(self, window: Window, first: int, last: int) -> str:
         """Return the text from one position of a window to another."""
-        shift = window.first - len(self._asked[window.question].tokens) - 2
+        shift = window.first - len(self._question_pieces[window.question].tokens) - 2
         context = self.questions[window.question].context
         spans = self._contexts[context].spans
         return self.contexts[context][spans[first + shift][0] : spans[last + shift][1]]
@@ -155,7 +158,7 @@ class AnswerScores:
         first, last = logits.masked_fill(~inside[..., None], -torch.inf).unbind(-1)
         # By the length of a span, then by its first position.
         scores = [first[:, : len(time) - more] + last[:, more:] for more in range(min(self._longest, len(time)))]
-        padded = [torch.nn.functional.pad(each, (0, len(time) - each.shape[1]), value=-torch.inf) for each in scores]
+        padded = [torch.nn.functional.pad(score, (0, len(time) - score.shape[1]), value=-torch.inf) for score in scores]
         best, flat = torch.stack(padded, 1).flatten(1).max(1)
         begin = flat % len(time)
         none = logits[:, 0].sum(-1)
@@ -165,17 +168,17 @@ class AnswerScores:
         """Return the means over the questions all of whose windows were measured."""
         golds = self._data.questions
         answers = self.answers(rows, samples).items()
-        scores = [answer_scores(given, [gold.text for gold in golds[number].answers]) for number, given in answers]
+        scores = [answer_scores(answer, [gold.text for gold in golds[number].answers]) for number, answer in answers]
         means = torch.tensor(scores, dtype=torch.float64).reshape(-1, 2).mean(0).tolist()
         return dict(zip(("exact", "f1"), means, strict=True))
 
     def answers(self, rows: Tensor, samples: Tensor) -> dict[int, str]:
         """Return the answer to each question all of whose windows were measured; empty texts where there is none."""
-        found: dict[int, list[tuple[float, float, Window, int, int]]] = defaultdict(list)
+        spans: dict[int, list[tuple[float, float, Window, int, int]]] = defaultdict(list)
         for sample, (score, first, last, none) in zip(samples.tolist(), rows.tolist(), strict=True):
             window = self._data.windows[sample]
-            found[window.question].append((score, none, window, int(first), int(last)))
-        return {number: self._best(parts) for number, parts in found.items() if len(parts) == self._windows[number]}
+            spans[window.question].append((score, none, window, int(first), int(last)))
+        return {number: self._best(parts) for number, parts in spans.items() if len(parts) == self._windows[number]}
 
     def _best(self, parts: list[tuple[float, float, Window, int, int]]) -> str:
         best, _, window, first, last = max(parts, key=lambda part: part[0])
@@ -205,29 +208,29 @@ def questions(
     if stride > seq_len:
         raise UsageError(f"stride = {stride}: at most seq_len, which is {seq_len}")
     check_fraction(val_fraction, split)
-    place = find_files(root)
-    folder = place.folder
-    found = place.files if folder is None else sorted(folder.glob("*.json"))
-    if not found:
+    source = find_files(root)
+    folder = source.folder
+    paths = source.files if folder is None else sorted(folder.glob("*.json"))
+    if not paths:
         raise DataError(f"{folder} has no .json file with questions.", hint="Give a file in SQuAD's format.")
-    chosen, part = of_split(folder, found, split)
-    contexts, asked = read_squad(chosen)
-    if not asked:
+    chosen, part = of_split(folder, paths, split)
+    contexts, listed = read_squad(chosen)
+    if not listed:
         raise DataError(f"{', '.join(map(str, chosen))}: there is no question in it.")
-    if (kept := held_out(len(contexts), part, val_fraction)) is not None:
-        own = set(kept)
-        asked = [question for question in asked if question.context in own]
-    asked, note = checked_answers(contexts, asked, keep_all=split == "val")
+    if (rows := held_out(len(contexts), part, val_fraction)) is not None:
+        of_split_contexts = set(rows)
+        listed = [question for question in listed if question.context in of_split_contexts]
+    listed, note = checked_answers(contexts, listed, keep_all=split == "val")
     if tokenizer is None and folder is not None and (folder / "tokenizer").is_dir():
         tokenizer = str(folder / "tokenizer")
     options = {"seq_len": seq_len, "stride": stride, "longest_answer": longest_answer}
-    windows = QuestionWindows(contexts, asked, TextPieces(tokenizer), **options)
+    windows = QuestionWindows(contexts, listed, TextPieces(tokenizer), **options)
     windows.tokenizer, windows.notes = tokenizer, (note,) if note else ()
     return windows
 
 
 def checked_answers(
-    contexts: Sequence[str], asked: Sequence[Question], *, keep_all: bool
+    contexts: Sequence[str], listed: Sequence[Question], *, keep_all: bool
 ) -> tuple[list[Question], str]:
     """Return the questions that can be used, and a note about answers that are not where their files say.
 
@@ -236,17 +239,17 @@ def checked_answers(
 
     moved: list[Question] = []
     lost: list[Question] = []
-    for question in asked:
+    for question in listed:
         places = [place_of(answer, contexts[question.context]) for answer in question.answers]
-        if any(place != answer.start for place, answer in zip(places, question.answers, strict=True)):
+        if any(position != answer.start for position, answer in zip(places, question.answers, strict=True)):
             (lost if set(places) == {None} else moved).append(question)
     if not moved and not lost:
-        return list(asked), ""
+        return list(listed), ""
     wrong = [question.key for question in (*moved, *lost)]
     named = ", ".join(wrong[:_NAMED]) + (", ..." if len(wrong) > _NAMED else "")
-    note = f"warning: {len(wrong)} of {len(asked)} questions have answers that are not at answer_start ({named}): "
+    note = f"warning: {len(wrong)} of {len(listed)} questions have answers that are not at answer_start ({named}): "
     note += f"{len(moved)} are elsewhere in the context"
     if lost:
         note += f", {len(lost)} are not in it and {'are scored' if keep_all else 'left out of training'}"
     left_out = set() if keep_all else set(lost)
-    return [each for each in asked if each not in left_out], note
+    return [candidate for candidate in listed if candidate not in left_out], note

@@ -106,8 +106,8 @@ class ShardIndex:
         """Read the arrays; raise where they are damaged."""
         try:
             with np.load(path) as arrays:
-                found = {name: arrays[name] for name in arrays.files}
-            return ShardIndex(**{**found, "bytes": int(found["bytes"])})
+                fields = {name: arrays[name] for name in arrays.files}
+            return ShardIndex(**{**fields, "bytes": int(fields["bytes"])})
         except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{path} is damaged: {error}.", hint=f"Remove it: rm {path}") from error
 
@@ -130,35 +130,35 @@ def packed_index(folder: Path, record: ShardRecord) -> ShardIndex:
     if not record.sha256 or not tar.exists() or not index_path(tar).exists():
         missing = "is not complete" if not record.sha256 else "lacks a shard or its index"
         raise DataError(f"{folder} {missing}: {record.name}.", hint=hint)
-    found, size = ShardIndex.read(index_path(tar)), tar.stat().st_size
-    if not found.bytes == size == record.bytes or len(found.offsets) != record.samples:
+    index, size = ShardIndex.read(index_path(tar)), tar.stat().st_size
+    if not index.bytes == size == record.bytes or len(index.offsets) != record.samples:
         raise DataError(
-            f"{index_path(tar)} does not match its tar: {tar} has {size} bytes, the index is of a tar of {found.bytes} "
-            f"bytes with {len(found.offsets)} samples, and {MANIFEST} says {record.bytes} bytes, {record.samples}.",
+            f"{index_path(tar)} does not match its tar: {tar} has {size} bytes, the index is of a tar of {index.bytes} "
+            f"bytes with {len(index.offsets)} samples, and {MANIFEST} says {record.bytes} bytes, {record.samples}.",
             hint=hint,
         )
-    return found
+    return index
 
 
 def foreign_indexes(tars: Sequence[Path]) -> list[ShardIndex]:
     """Return the indexes of tars of other programs; those without one are scanned, which is announced."""
     places = [_place_of(tar) for tar in tars]
     with locked(places[0].parent):  # the ranks of a machine: the first one scans
-        missing = [tar for tar, place in zip(tars, places, strict=True) if not _is_of(place, tar)]
+        missing = [tar for tar, path in zip(tars, places, strict=True) if not _is_of(path, tar)]
         if missing:
             say_to_user(
                 f"indexing {len(missing)} tar shard{'s' * (len(missing) > 1)} without an index, once: {missing[0]} ..."
             )
-        for tar, place in zip(tars, places, strict=True):
+        for tar, path in zip(tars, places, strict=True):
             if tar in missing:
-                scan(tar).write(place)
-    return [ShardIndex.read(place) for place in places]
+                scan(tar).write(path)
+    return [ShardIndex.read(path) for path in places]
 
 
-def _is_of(place: Path, tar: Path) -> bool:
+def _is_of(path: Path, tar: Path) -> bool:
     """Whether there is an index, and it is that of the tar as it is now."""
-    is_newer = place.exists() and place.stat().st_mtime >= tar.stat().st_mtime
-    return is_newer and ShardIndex.read(place).bytes == tar.stat().st_size
+    is_newer = path.exists() and path.stat().st_mtime >= tar.stat().st_mtime
+    return is_newer and ShardIndex.read(path).bytes == tar.stat().st_size
 
 
 def _place_of(tar: Path) -> Path:
@@ -224,5 +224,5 @@ def _unpaired(tar: Path, keys: Sequence[str]) -> DataError:
     hint = "In WebDataset's layout a sample is NAME.jpg and NAME.cls, the number of its class as text."
     if not keys:
         return DataError(f"{tar} holds no images with labels.", hint=hint)
-    shown = ", ".join(key.removeprefix("/") for key in keys[:3])
-    return DataError(f"{tar}: {len(keys)} samples lack their image or their .cls: {shown}.", hint=hint)
+    listed = ", ".join(key.removeprefix("/") for key in keys[:3])
+    return DataError(f"{tar}: {len(keys)} samples lack their image or their .cls: {listed}.", hint=hint)

@@ -50,14 +50,14 @@ class TarPart:
         """Return the image; raise where the tar has another member at its offset than the index says."""
         offset, size = int(self._index.offsets[row]), int(self._index.sizes[row])
         with self._path.open("rb", buffering=0) as file:
-            found = os.pread(file.fileno(), HEADER + size, offset - HEADER)
-        header = found[_SIZE_FIELD].strip(b" \0")
-        if len(found) != HEADER + size or not header.isdigit() or int(header, 8) != size:
+            content = os.pread(file.fileno(), HEADER + size, offset - HEADER)
+        header = content[_SIZE_FIELD].strip(b" \0")
+        if len(content) != HEADER + size or not header.isdigit() or int(header, 8) != size:
             raise DataError(
                 f"the index of {self._path} does not match it: {self.name(row)} is not at byte {offset}.",
                 hint="Pack it again, or, for a tar of another program, remove its index so that it is made again.",
             )
-        return found[HEADER:]
+        return content[HEADER:]
 
     def name(self, row: int) -> str:
         """Return the tar and the name in it."""
@@ -96,13 +96,13 @@ class RowGroupPart:
     def read(self, row: int) -> bytes:
         """Return the image: the bytes of the column, or of its field `bytes`."""
         value = _row_group(self._path, self._group, self._column)[row].as_py()
-        found = value.get("bytes") if isinstance(value, dict) else value
-        if not isinstance(found, bytes):
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if not isinstance(content, bytes):
             raise DataError(
-                f"{self.name(row)} holds no image in its column '{self._column}', but {type(found).__name__}.",
+                f"{self.name(row)} holds no image in its column '{self._column}', but {type(content).__name__}.",
                 hint="Images must be in the file: with datasets, cast the column and embed them before to_parquet.",
             )
-        return found
+        return content
 
     def name(self, row: int) -> str:
         """Return the file, the row group and the row in it."""
@@ -114,13 +114,13 @@ _row_groups: OrderedDict[tuple[Path, int], Any] = OrderedDict()
 
 def _row_group(path: Path, group: int, column: str) -> Any:
     """Return the images of a row group, from those read last or from the file."""
-    found = _row_groups.pop((path, group), None)
-    if found is None:
-        found = _parquet().ParquetFile(path).read_row_group(group, columns=[column], use_threads=False).column(0)
-    _row_groups[path, group] = found
-    while len(_row_groups) > 1 and sum(each.nbytes for each in _row_groups.values()) > _CACHED_BYTES:
+    images = _row_groups.pop((path, group), None)
+    if images is None:
+        images = _parquet().ParquetFile(path).read_row_group(group, columns=[column], use_threads=False).column(0)
+    _row_groups[path, group] = images
+    while len(_row_groups) > 1 and sum(cached.nbytes for cached in _row_groups.values()) > _CACHED_BYTES:
         _row_groups.popitem(last=False)
-    return found
+    return images
 
 
 def _parquet() -> Any:
@@ -153,13 +153,13 @@ def parquet_parts(paths: Sequence[Path]) -> tuple[list[ImagePart], list[str], in
 
 
 def _column(path: Path, schema: Any, allowed: Sequence[str]) -> str:
-    found = next((name for name in allowed if name in schema.names), None)
-    if found is None:
+    name_of_column = next((name for name in allowed if name in schema.names), None)
+    if name_of_column is None:
         raise DataError(
             f"{path} has none of the columns {', '.join(allowed)}; it has: {', '.join(schema.names)}.",
             hint="Rename the column, or write a function: --data my_package.data:load",
         )
-    return found
+    return name_of_column
 
 
 def _class_names(schema: Any, label: str) -> list[str]:

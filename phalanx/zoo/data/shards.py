@@ -116,7 +116,7 @@ class ImageShards(Dataset[tuple[torch.Tensor, int]]):
             warnings.warn(f"{part.name(row)} is replaced by the next image: {error}", stacklevel=3)
 
 
-class _Found(NamedTuple):
+class _ImageSource(NamedTuple):
     """The images of one split. `held_out`: the part to take, where the data has no validation images of its own."""
 
     parts: list[ImagePart]
@@ -151,48 +151,50 @@ def shards(
         raise UsageError("shards needs the folder with the images.", hint="Write: --data path/to/images")
     check_fraction(val_fraction, split)
     import_pillow()
-    found = _find(root, split, class_names, needs_target=needs_target)
-    by_parts = shuffle == "shards" or (shuffle is None and found.window > 0)
-    total = sum(len(part.labels) for part in found.parts)
+    source = _find(root, split, class_names, needs_target=needs_target)
+    by_parts = shuffle == "shards" or (shuffle is None and source.window > 0)
+    total = sum(len(part.labels) for part in source.parts)
     return ImageShards(
-        found.parts,
-        found.classes,
+        source.parts,
+        source.classes,
         size=size,
-        rows=held_out(total, found.held_out, val_fraction),
+        rows=held_out(total, source.held_out, val_fraction),
         workers=_cores_per_rank() if workers is None else workers,
-        window=min(window, found.window or window) if by_parts else 0,
-        notes=found.notes,
+        window=min(window, source.window or window) if by_parts else 0,
+        notes=source.notes,
     )
 
 
-def _find(given: Root, split: str, names: Sequence[str] | None, *, needs_target: bool) -> _Found:
+def _find(root: Root, split: str, names: Sequence[str] | None, *, needs_target: bool) -> _ImageSource:
     """Recognise what is at a place; `names`: the classes that are known."""
-    places = find_places(given)
+    places = find_places(root)
     is_packed = len(places) == 1 and (places[0].is_file() or _holds_shards(places[0]))
     if not is_packed or places[0].suffix.lower() in IMAGE_ENDINGS:
-        images = find_images(given, split, names, needs_target=needs_target)
+        images = find_images(root, split, names, needs_target=needs_target)
         notes = (about_empty(images.classes, images.samples),) if split == "train" else ()
         part = FilePart(images.root, images.samples)
-        return _Found([part], images.classes, images.part, notes=tuple(filter(None, notes)))
-    found = _find_packed(places[0], split)
-    if names is not None and list(names) != found.classes:
+        return _ImageSource([part], images.classes, images.part, notes=tuple(filter(None, notes)))
+    packed = _find_packed(places[0], split)
+    if names is not None and list(names) != packed.classes:
         raise DataError(
-            f"{places[0]} has other classes than the training images: {', '.join(found.classes[:5])}; "
+            f"{places[0]} has other classes than the training images: {', '.join(packed.classes[:5])}; "
             f"they have {', '.join(names[:5])}."
         )
-    return found
+    return packed
 
 
 def _holds_shards(folder: Path) -> bool:
     return any(file.suffix in (".tar", ".parquet") for file in folder.rglob("*"))
 
 
-def _find_packed(root: Path, split: str) -> _Found:
+def _find_packed(root: Path, split: str) -> _ImageSource:
     """Return the images of tars or parquet files."""
     if (manifest := ShardList.read(root)) is not None:
         records = manifest.splits.get(split, manifest.splits["train"])
         parts: list[ImagePart] = [TarPart(root / record.name, packed_index(root, record)) for record in records]
-        return _Found(parts, manifest.classes, None if split in manifest.splits and len(manifest.splits) > 1 else split)
+        return _ImageSource(
+            parts, manifest.classes, None if split in manifest.splits and len(manifest.splits) > 1 else split
+        )
     files = [root] if root.is_file() else sorted(root.rglob("*"))
     if tars := [file for file in files if file.suffix == ".tar"]:
         return _foreign(root, tars, split)
@@ -201,18 +203,18 @@ def _find_packed(root: Path, split: str) -> _Found:
         raise DataError(f"{root} holds neither images nor shards of images.")
     chosen, part = of_split(_folder(root), tables, split)
     parts, names, window = parquet_parts(chosen)
-    return _Found(parts, names or _numbered(parquet_parts(tables)[0]), part, window)
+    return _ImageSource(parts, names or _numbered(parquet_parts(tables)[0]), part, window)
 
 
 def _folder(root: Path) -> Path | None:
     return root if root.is_dir() else None
 
 
-def _foreign(root: Path, tars: list[Path], split: str) -> _Found:
+def _foreign(root: Path, tars: list[Path], split: str) -> _ImageSource:
     indexes = dict(zip(tars, foreign_indexes(tars), strict=True))
     chosen, part = of_split(_folder(root), tars, split)
     every = {tar: TarPart(tar, index) for tar, index in indexes.items()}
-    return _Found([every[tar] for tar in chosen], _numbered(list(every.values())), part)
+    return _ImageSource([every[tar] for tar in chosen], _numbered(list(every.values())), part)
 
 
 def _numbered(parts: Sequence[ImagePart]) -> list[str]:

@@ -31,8 +31,8 @@ def held_out_part(rows: Any, part: str | None, fraction: float) -> Any:
     chosen = held_out(len(rows), part, fraction)
     if chosen is None:
         return rows
-    kept = Subset(rows, chosen)
+    part_of_rows = Subset(rows, chosen)
     for name in _KEPT:
         if hasattr(rows, name):
-            setattr(kept, name, getattr(rows, name))
-    return kept
+            setattr(part_of_rows, name, getattr(rows, name))
+    return part_of_rows

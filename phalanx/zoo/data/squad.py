@@ -35,27 +35,27 @@ def normalized(answer: str) -> str:
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
-def exact_match(given: str, gold: str) -> float:
+def exact_match(answer: str, gold: str) -> float:
     """Return 1 for an answer that is equal to a gold one, else 0."""
-    return float(normalized(given) == normalized(gold))
+    return float(normalized(answer) == normalized(gold))
 
 
-def f1_score(given: str, gold: str) -> float:
+def f1_score(answer: str, gold: str) -> float:
     """Return the harmonic mean of the shares of common words in a given and a gold answer."""
-    words, expected = normalized(given).split(), normalized(gold).split()
+    words, expected = normalized(answer).split(), normalized(gold).split()
     if not words or not expected:
         return float(words == expected)
     common = (Counter(words) & Counter(expected)).total()
     return 2 * common / (len(words) + len(expected))
 
 
-def answer_scores(given: str, golds: Sequence[str]) -> tuple[float, float]:
+def answer_scores(answer: str, golds: Sequence[str]) -> tuple[float, float]:
     """Return exact match and F1 of an answer, "" for none, with the best of the gold ones; without any: no answer.
 
     A gold answer of which nothing is left, such as "the", is left out, as in the script.
     """
     counted = [gold for gold in golds if normalized(gold)] or [""]
-    return max(exact_match(given, gold) for gold in counted), max(f1_score(given, gold) for gold in counted)
+    return max(exact_match(answer, gold) for gold in counted), max(f1_score(answer, gold) for gold in counted)
 
 
 class GoldAnswer(NamedTuple):
@@ -88,43 +88,43 @@ def read_squad(paths: Iterable[Path]) -> tuple[list[str], list[Question]]:
         for article in _value(document, "data", list, f"{refused} it"):
             for paragraph in _value(article, "paragraphs", list, f"{refused} an article"):
                 where = f"{refused} paragraph {len(contexts)}"
-                for each in _value(paragraph, "qas", list, where):
-                    key = str(_value(each, "id", (str, int), f"{where}, in its qas,"))
-                    questions.append(_question(each, key, len(contexts), f"{refused} the question {key}"))
+                for item in _value(paragraph, "qas", list, where):
+                    key = str(_value(item, "id", (str, int), f"{where}, in its qas,"))
+                    questions.append(_question(item, key, len(contexts), f"{refused} the question {key}"))
                 contexts.append(_value(paragraph, "context", str, where))
     return contexts, questions
 
 
-def _value(found: Any, name: str, kind: type | tuple[type, ...], where: str) -> Any:
+def _value(document: Any, name: str, kind: type | tuple[type, ...], where: str) -> Any:
     """Return a field of a JSON object; an error says that it is missing, or of another kind."""
-    if not isinstance(found, dict):
-        raise DataError(f"{where} has {found!r:.60} in place of an object with '{name}'.", hint=_FORMAT)
-    if name not in found:
+    if not isinstance(document, dict):
+        raise DataError(f"{where} has {document!r:.60} in place of an object with '{name}'.", hint=_FORMAT)
+    if name not in document:
         raise DataError(f"{where} has no '{name}'.", hint=_FORMAT)
-    if not isinstance(found[name], kind):
+    if not isinstance(document[name], kind):
         kinds: dict[Any, str] = {str: "a text", list: "a list", int: "a whole number"}
         expected = kinds.get(kind, "a text or a number")
-        raise DataError(f"{where} has {name} = {found[name]!r:.60}, expected {expected}.", hint=_FORMAT)
-    return found[name]
+        raise DataError(f"{where} has {name} = {document[name]!r:.60}, expected {expected}.", hint=_FORMAT)
+    return document[name]
 
 
-def _question(found: dict[str, Any], key: str, context: int, where: str) -> Question:
-    golds = () if found.get("is_impossible") else tuple(_golds(found, where))
-    return Question(key, _value(found, "question", str, where), context, golds)
+def _question(item: dict[str, Any], key: str, context: int, where: str) -> Question:
+    golds = () if item.get("is_impossible") else tuple(_golds(item, where))
+    return Question(key, _value(item, "question", str, where), context, golds)
 
 
-def _golds(found: dict[str, Any], where: str) -> Iterator[GoldAnswer]:
+def _golds(item: dict[str, Any], where: str) -> Iterator[GoldAnswer]:
     """Yield the answers of a question: a list of them, or the lists text and answer_start, as Hugging Face has them."""
-    answers = found.get("answers")
+    answers = item.get("answers")
     if isinstance(answers, dict):
         texts, starts = (_value(answers, name, list, where) for name in ("text", "answer_start"))
         if len(texts) != len(starts):
             raise DataError(f"{where} has {len(texts)} texts of answers, and {len(starts)} of answer_start.")
         answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
     else:
-        answers = _value(found, "answers", list, where)
-    for each in answers:
-        yield GoldAnswer(_value(each, "text", str, where), _value(each, "answer_start", int, where))
+        answers = _value(item, "answers", list, where)
+    for gold in answers:
+        yield GoldAnswer(_value(gold, "text", str, where), _value(gold, "answer_start", int, where))
 
 
 def place_of(answer: GoldAnswer, context: str) -> int | None:
@@ -133,5 +133,5 @@ def place_of(answer: GoldAnswer, context: str) -> int | None:
         return None
     if answer.start >= 0 and context.startswith(answer.text, answer.start):
         return answer.start
-    found = [match.start() for match in re.finditer(f"(?={re.escape(answer.text)})", context)]
-    return min(found, key=lambda place: abs(place - answer.start), default=None)
+    starts = [match.start() for match in re.finditer(f"(?={re.escape(answer.text)})", context)]
+    return min(starts, key=lambda start: abs(start - answer.start), default=None)

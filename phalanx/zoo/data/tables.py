@@ -56,7 +56,7 @@ def read_table(kind: str, chosen: list[Path]) -> Any:
         ) from None
     datasets.disable_progress_bars()
     options = {"sep": "\t"} if chosen[0].suffix == ".tsv" else {}
-    shown = str(chosen[0]) if len(chosen) == 1 else f"{chosen[0]} (or one of {len(chosen) - 1} more)"
+    title = str(chosen[0]) if len(chosen) == 1 else f"{chosen[0]} (or one of {len(chosen) - 1} more)"
     reporter = logging.getLogger("datasets")
     level = reporter.level
     reporter.setLevel(logging.CRITICAL)  # what it logs before it raises is in the error
@@ -65,12 +65,12 @@ def read_table(kind: str, chosen: list[Path]) -> Any:
     except Exception as error:  # each format has its own errors
         text = str(error.__cause__ or error)
         if any(words in text for words in _WITHOUT_ROWS):
-            raise DataError(f"{shown} holds no rows.") from None
-        raise DataError(f"{shown} cannot be read as {kind}: {_reason(text)}") from error
+            raise DataError(f"{title} holds no rows.") from None
+        raise DataError(f"{title} cannot be read as {kind}: {_reason(text)}") from error
     finally:
         reporter.setLevel(level)
     if not len(table):
-        raise DataError(f"{shown} holds no rows.")
+        raise DataError(f"{title} holds no rows.")
     return table
 
 
@@ -81,16 +81,16 @@ def _reason(text: str) -> str:
     return paragraphs[1] if is_general else text
 
 
-def check_columns(table: Any, names: Sequence[str], shown: str) -> None:
+def check_columns(table: Any, names: Sequence[str], title: str) -> None:
     """Refuse names that no column has."""
     missing = [name for name in names if name not in table.column_names]
     if len(missing) == 1:
         parts = [part.strip() for part in missing[0].split(",")]
         several = len(parts) > 1 and not set(parts) - set(table.column_names)
         hint = f"Several columns are a list: '{json.dumps(parts)}'" if several else ""
-        raise UsageError(unknown_name("column", missing[0], table.column_names, of=shown), hint=hint)
+        raise UsageError(unknown_name("column", missing[0], table.column_names, of=title), hint=hint)
     if missing:
-        raise UsageError(f"{shown} has no columns {', '.join(missing)}. It has: {', '.join(table.column_names)}")
+        raise UsageError(f"{title} has no columns {', '.join(missing)}. It has: {', '.join(table.column_names)}")
 
 
 def _is_number(cell: Any) -> bool:
@@ -150,24 +150,24 @@ class TableDataset(Dataset[Any]):
 
     deterministic = True
 
-    def __init__(self, table: Any, shown: str, shape: TableShape, *, needs_target: bool) -> None:
-        """`shown`: what the table is called in messages."""
-        self._table, self._shown, self._shape = table, shown, shape
+    def __init__(self, table: Any, title: str, shape: TableShape, *, needs_target: bool) -> None:
+        """`title`: what the table is called in messages."""
+        self._table, self._title, self._shape = table, title, shape
         if shape.target_type not in (None, *_TARGET_TYPES):
             raise UsageError(unknown_name("target_type", shape.target_type, _TARGET_TYPES))
         if shape.classes:
             self.classes = shape.classes
         self._labels = {name: number for number, name in enumerate(shape.classes)}
-        own: Any = read_tokenizer(shape.tokenizer) if shape.tokenizer else None
-        if own is not None and own.pad_token is None:
+        loaded: Any = read_tokenizer(shape.tokenizer) if shape.tokenizer else None
+        if loaded is not None and loaded.pad_token is None:
             raise UsageError(
                 f"tokenizer = '{shape.tokenizer}' has no padding token, and texts are padded to {shape.length} tokens",
                 hint="Set one and save it: tokenizer.pad_token = tokenizer.eos_token, and "
                 "tokenizer.save_pretrained(folder).",
             )
-        self._tokenizer = own if own is not None else byte_tokenizer if shape.text else None
+        self._tokenizer = loaded if loaded is not None else byte_tokenizer if shape.text else None
         if self._tokenizer is not None:
-            self.vocab_size = VOCABULARY + 1 if own is None else len(own)
+            self.vocab_size = VOCABULARY + 1 if loaded is None else len(loaded)
         self._reals = False
         """Whether whole numbers are given as reals."""
         self.loader_hints = LoaderHints()
@@ -178,10 +178,10 @@ class TableDataset(Dataset[Any]):
             self._inputs = [inputs] if isinstance(inputs, str) else list(inputs)
         else:
             self._inputs = [shape.text] if shape.text else self._default_inputs()
-        check_columns(table, self._inputs, shown)
+        check_columns(table, self._inputs, title)
         if not self._inputs:
             raise UsageError(
-                f"{shown} has no column of numbers for inputs; its columns: {', '.join(table.column_names)}",
+                f"{title} has no column of numbers for inputs; its columns: {', '.join(table.column_names)}",
                 hint='Name them: --set data.inputs=\'["a", "b"]\' --set data.target=label',
             )
         if self._tokenizer is None:
@@ -223,9 +223,9 @@ class TableDataset(Dataset[Any]):
         cells = self._table[name]
         wrong = next((number for number, cell in enumerate(cells) if not _is_number(cell)), None)
         if wrong is not None:
-            given = f"row {wrong + 1} of {self._shown} holds {cells[wrong]!r} in the column '{name}'"
+            problem = f"row {wrong + 1} of {self._title} holds {cells[wrong]!r} in the column '{name}'"
             raise DataError(
-                f"{given}, which is not a number",
+                f"{problem}, which is not a number",
                 hint="Correct the file, or leave the column out of data.inputs.",
             )
 
@@ -241,7 +241,7 @@ class TableDataset(Dataset[Any]):
         correct = "Correct the file. A new label needs a new model, which is trained with it."
         labels = [*list(self._labels)[:_MOST_SHOWN], *(["..."] if len(self._labels) > _MOST_SHOWN else [])]
         raise DataError(
-            f"row {index + 1} of {self._shown} holds {value!r} in the column '{target}', and the labels of the "
+            f"row {index + 1} of {self._title} holds {value!r} in the column '{target}', and the labels of the "
             f"training data are {', '.join(labels)}",
             hint="For quantities write: --set data.target_type=number" if is_quantity else correct,
         )
@@ -268,17 +268,17 @@ class TableDataset(Dataset[Any]):
             cells = cells if len(cells) == len(self._table) else self._table[name]
             wrong = [number for number, cell in enumerate(cells) if not _is_number(cell)]
             if wrong:
-                given = f"row {wrong[0] + 1} of {self._shown} holds {cells[wrong[0]]!r} in the column '{name}'"
+                problem = f"row {wrong[0] + 1} of {self._title} holds {cells[wrong[0]]!r} in the column '{name}'"
                 others = (
                     "its other cells" if len(wrong) == 1 else f"{len(cells) - len(wrong)} of its {len(cells)} cells"
                 )
                 raise DataError(
-                    f"{given}, and {others} are numbers",
+                    f"{problem}, and {others} are numbers",
                     hint=f"Correct the file, or name the inputs: {example}",
                 )
         if texts and needs_target and target is None:
             raise UsageError(
-                f"{self._shown} has no column called {', '.join(TARGETS[:-1])} or {TARGETS[-1]}, and columns of texts "
+                f"{self._title} has no column called {', '.join(TARGETS[:-1])} or {TARGETS[-1]}, and columns of texts "
                 f"would be left out: {', '.join(texts)}",
                 hint=f"Name the target: --set data.target={texts[-1]}, or the inputs: {example}",
             )
@@ -289,14 +289,14 @@ class TableDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         row, target = self._table[index], self._shape.target
         if empty := [name for name in (*self._inputs, target) if name is not None and row[name] is None]:
-            raise DataError(f"row {index + 1} of {self._shown} has no value in the column '{empty[0]}'.")
+            raise DataError(f"row {index + 1} of {self._title} has no value in the column '{empty[0]}'.")
         label = None if target is None else self._label(row[target], index)
         if self._tokenizer is not None:
             encoded = self._tokenizer(
                 row[self._inputs[0]], truncation=True, padding="max_length", max_length=self._shape.length
             )
-            found = {name: torch.tensor(encoded[name]) for name in ("input_ids", "attention_mask")}
-            return found if label is None else {**found, "labels": label}
+            fields = {name: torch.tensor(encoded[name]) for name in ("input_ids", "attention_mask")}
+            return fields if label is None else {**fields, "labels": label}
         values = [self._as_tensor(row[name], name, index) for name in self._inputs]
         if len(values) > 1:
             inputs = torch.stack([value.float() for value in values], dim=-1)
@@ -309,31 +309,31 @@ class TableDataset(Dataset[Any]):
     def _label(self, value: Any, index: int) -> torch.Tensor:
         target, is_class = str(self._shape.target), self._shape.target_type == "class"
         if not is_class:
-            found = self._as_tensor(value, target, index)
-            return found.float() if found.ndim == 0 else found
+            label = self._as_tensor(value, target, index)
+            return label.float() if label.ndim == 0 else label
         if self._labels:
             return torch.tensor(self._labels[self._name_of(value)])
-        found = self._as_tensor(value, target, index)
-        if found.is_floating_point() and not bool((found == found.round()).all()):
+        label = self._as_tensor(value, target, index)
+        if label.is_floating_point() and not bool((label == label.round()).all()):
             raise DataError(
-                f"row {index + 1} of {self._shown} holds {value!r} in the column '{target}', and labels are whole "
+                f"row {index + 1} of {self._title} holds {value!r} in the column '{target}', and labels are whole "
                 "numbers.",
                 hint="For quantities write: --set data.target_type=number",
             )
-        return found.long()
+        return label.long()
 
     def _as_tensor(self, value: Any, name: str, index: int) -> torch.Tensor:
         """Return a value of a table; images as float32 [channels, height, width] from 0 to 1."""
         if hasattr(value, "convert"):  # a PIL image
             return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1).float() / 255
         try:
-            found = torch.as_tensor(float(value) if isinstance(value, str) else value)
+            tensor = torch.as_tensor(float(value) if isinstance(value, str) else value)
         except (TypeError, ValueError, RuntimeError):
-            shown = repr(value) if len(repr(value)) < _LONGEST_SHOWN else f"{repr(value)[:_LONGEST_SHOWN]}..."
+            text = repr(value) if len(repr(value)) < _LONGEST_SHOWN else f"{repr(value)[:_LONGEST_SHOWN]}..."
             raise DataError(
-                f"row {index + 1} of {self._shown} holds {shown} in the column '{name}', which is not a number."
+                f"row {index + 1} of {self._title} holds {text} in the column '{name}', which is not a number."
             ) from None
-        return found.float() if found.is_floating_point() else found
+        return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def byte_tokenizer(text: str, *, max_length: int, **_: Any) -> dict[str, list[int]]:

@@ -54,9 +54,9 @@ class TokenManifest:
     tokenizer_sha256: str
     shards: tuple[ShardRecord, ...]
 
-    def total(self, what: str) -> int:
+    def total(self, unit: str) -> int:
         """Return the sum of a count ("tokens", "documents", "empty") over all shards."""
-        return sum(getattr(shard, what) for shard in self.shards)
+        return sum(getattr(shard, unit) for shard in self.shards)
 
     def write(self) -> None:
         """Write the manifest: from then on the folder is complete."""
@@ -97,11 +97,11 @@ class TokenManifest:
             sizes = {".bin": shard.tokens * np.dtype(self.dtype).itemsize, ".idx": (shard.documents + 1) * 8}
             for ending, expected in sizes.items():
                 path = self.folder / (shard.name + ending)
-                found = path.stat().st_size if path.is_file() else None
-                if found != expected:
-                    said = "is missing" if found is None else f"has {found} bytes"
+                actual = path.stat().st_size if path.is_file() else None
+                if actual != expected:
+                    problem = "is missing" if actual is None else f"has {actual} bytes"
                     raise DataError(
-                        f"{path} {said}, and the manifest says {expected} bytes",
+                        f"{path} {problem}, and the manifest says {expected} bytes",
                         hint="Write it again with the command that made the folder: finished shards are kept.",
                     )
 
@@ -160,14 +160,14 @@ class TokenStream:
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
         """Return `count` tokens from `start` on, over the borders of shards; int64."""
-        found = np.empty(count, dtype=np.int64)
+        tokens = np.empty(count, dtype=np.int64)
         number, filled = int(np.searchsorted(self._starts, start, side="right")) - 1, 0
         while filled < count:
-            place = start + filled - int(self._starts[number])
-            part = self._mapped(number)[place : place + count - filled]
-            found[filled : filled + len(part)] = part
+            offset = start + filled - int(self._starts[number])
+            part = self._mapped(number)[offset : offset + count - filled]
+            tokens[filled : filled + len(part)] = part
             filled, number = filled + len(part), number + 1
-        return found
+        return tokens
 
     def next_document(self, position: int) -> int:
         """Return where the first document at or after a position begins; the end where none does."""
@@ -175,8 +175,8 @@ class TokenStream:
             return len(self)
         number = int(np.searchsorted(self._starts, position, side="right")) - 1
         starts = np.fromfile(self._folder / f"{self._names[number]}.idx", dtype=_INDEX).astype(np.int64)
-        found = np.searchsorted(starts, position - self._starts[number])
-        return int(starts[found] + self._starts[number])
+        index = np.searchsorted(starts, position - self._starts[number])
+        return int(starts[index] + self._starts[number])
 
     def document_starts(self) -> NDArray[np.int64]:
         """Return where the documents begin in the sequence, and its end."""

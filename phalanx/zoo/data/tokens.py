@@ -47,14 +47,14 @@ def tokens(
     """
     check_fraction(val_fraction, split)
     places, weights = _places(root, sources)
-    manifests = [TokenManifest.read(place) for place in places]
+    manifests = [TokenManifest.read(path) for path in places]
     _check_tokenizers(manifests, tokenizer)
     sets: list[TokenDataset] = []
     for manifest in manifests:
         manifest.check_sizes()
         kind = WindowDataset if packing == "windows" else PackedDataset
         sets.append(kind(manifest, *_span(manifest, split, val_fraction), seq_len))
-    if split == "train" and (short := next((each for each in sets if not len(each)), None)) is not None:
+    if split == "train" and (short := next((dataset for dataset in sets if not len(dataset)), None)) is not None:
         raise DataError(
             f"{short.manifest.folder} has {short.num_tokens:,} tokens for training: too few for seq_len = {seq_len}",
             hint="Lower seq_len, or give more text.",
@@ -82,7 +82,7 @@ def _places(root: str | Path | None, sources: Sequence[Mapping[str, Any]]) -> tu
     return [Path(source["path"]).expanduser() for source in sources], [float(weight) for weight in weights]
 
 
-def _check_tokenizers(manifests: Sequence[TokenManifest], given: str | None) -> None:
+def _check_tokenizers(manifests: Sequence[TokenManifest], tokenizer: str | None) -> None:
     """Raise where shards come from different tokenizers, or from another than the given one."""
     first = manifests[0]
     for other in manifests[1:]:
@@ -91,9 +91,9 @@ def _check_tokenizers(manifests: Sequence[TokenManifest], given: str | None) -> 
                 f"{first.folder} and {other.folder} were made with different tokenizers",
                 hint=f"Write one again: phalanx data tokenize ... --tokenizer {first.folder / 'tokenizer.json'}",
             )
-    if given is not None and tokenizer_digest(Path(given).expanduser()) != first.tokenizer_sha256:
+    if tokenizer is not None and tokenizer_digest(Path(tokenizer).expanduser()) != first.tokenizer_sha256:
         raise DataError(
-            f"the shards in {first.folder} were made with another tokenizer than {given}",
+            f"the shards in {first.folder} were made with another tokenizer than {tokenizer}",
             hint=f"Leave data.tokenizer out: theirs is {first.folder / 'tokenizer.json'}",
         )
 
@@ -183,17 +183,17 @@ class Packing:
     ) -> dict[str, torch.Tensor]:
         """Return the fields of sequences; `piece` returns the tokens and targets of a piece by its number."""
         shape = (len(index), self._seq_len)
-        found = {"tokens": 0, "targets": IGNORED_LABEL, "positions": 0, "documents": -1}
-        fields = {name: np.full(shape, value, dtype=np.int64) for name, value in found.items()}
+        fill_values = {"tokens": 0, "targets": IGNORED_LABEL, "positions": 0, "documents": -1}
+        fields = {name: np.full(shape, value, dtype=np.int64) for name, value in fill_values.items()}
         for row, sequence in enumerate(index.tolist()):
-            place = 0
+            offset = 0
             numbers = self._order[self._firsts[sequence] : self._firsts[sequence + 1]]
             for document, number in enumerate(numbers.tolist()):
                 tokens, targets = piece(number)
-                here = (row, slice(place, place + len(tokens)))
+                here = (row, slice(offset, offset + len(tokens)))
                 fields["tokens"][here], fields["targets"][here] = tokens, targets
                 fields["positions"][here], fields["documents"][here] = np.arange(len(tokens)), document
-                place += len(tokens)
+                offset += len(tokens)
         return {name: torch.from_numpy(values) for name, values in fields.items()}
 
 
@@ -237,11 +237,11 @@ def pack_lengths(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]
                 owners[items[: len(chosen)]] = chosen
                 items = items[len(chosen) :]
                 continue
-            each = capacity // length  # new sequences, with as many as they can take
-            new = total + np.arange(-(-len(items) // each))
-            owners[items] = new[np.arange(len(items)) // each]
-            last = len(items) - each * (len(new) - 1)
-            leave(new[:-1], capacity - each * length)
+            per_sequence = capacity // length  # new sequences, with as many as they can take
+            new = total + np.arange(-(-len(items) // per_sequence))
+            owners[items] = new[np.arange(len(items)) // per_sequence]
+            last = len(items) - per_sequence * (len(new) - 1)
+            leave(new[:-1], capacity - per_sequence * length)
             leave(new[-1:], capacity - last * length)
             total += len(new)
             break
@@ -256,9 +256,9 @@ class MixedDataset(GatherDataset):
     """
 
     def __init__(self, sets: Sequence[TokenDataset], weights: Sequence[float] | None, seed: int) -> None:
-        self._sets, self._epoch = [each for each in sets if len(each)], 0
+        self._sets, self._epoch = [dataset for dataset in sets if len(dataset)], 0
         self.vocab_size, self.is_packed = sets[0].vocab_size, sets[0].is_packed
-        sizes = [len(each) for each in self._sets]
+        sizes = [len(dataset) for dataset in self._sets]
         self._counts, self._strides, self._begins = sizes, [1] * len(sizes), [0] * len(sizes)
         if weights is not None:
             shortest = min(size / weight for size, weight in zip(sizes, weights, strict=True))
@@ -268,11 +268,11 @@ class MixedDataset(GatherDataset):
             self._strides = [_stride(size) for size in sizes]
             self._begins = [derive_seed(seed, number) % size for number, size in enumerate(sizes)]
         self._bounds = np.cumsum([0, *self._counts])
-        self.notes = tuple(note for each in self._sets for note in each.notes)
+        self.notes = tuple(note for dataset in self._sets for note in dataset.notes)
         if weights is not None:
             shares = ", ".join(
-                f"{count:,} of {size:,} from {each.manifest.folder}"
-                for each, count, size in zip(self._sets, self._counts, sizes, strict=True)
+                f"{count:,} of {size:,} from {dataset.manifest.folder}"
+                for dataset, count, size in zip(self._sets, self._counts, sizes, strict=True)
             )
             self.notes += (f"sequences of an epoch: {shares}",)
 
@@ -299,9 +299,9 @@ class MixedDataset(GatherDataset):
     def _samples(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sequences of a corpus behind numbers of this epoch."""
         size = len(self._sets[source])
-        place = (numbers - self._bounds[source] + self._epoch * self._counts[source]) % size
-        found: NDArray[np.int64] = (place * self._strides[source] + self._begins[source]) % size
-        return found
+        index = (numbers - self._bounds[source] + self._epoch * self._counts[source]) % size
+        samples: NDArray[np.int64] = (index * self._strides[source] + self._begins[source]) % size
+        return samples
 
 
 def _stride(size: int) -> int:

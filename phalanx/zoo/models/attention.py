@@ -22,7 +22,7 @@ class DocumentMask(NamedTuple):
     documents: Tensor
     """[batch, time]: the number of each token's document."""
 
-    seen: Tensor | None
+    visible: Tensor | None
     """[batch, 1, time, time], boolean; None where a compiled layer uses `blocks`."""
 
     blocks: Any = None
@@ -87,7 +87,7 @@ class InnerAttention(nn.Module):
             return _in_blocks(query, key, value, mask.blocks)
         seen = None
         if mask is not None:
-            seen = seen_tokens(mask.documents) if mask.seen is None else mask.seen
+            seen = seen_tokens(mask.documents) if mask.visible is None else mask.visible
         groups = int(query.shape[1]) // int(key.shape[1])  # in torch's tracer sizes are tensors
         if groups > 1 and query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
             # Only the half-precision CUDA kernels know groups; the rest would fall back to one that stores all scores.

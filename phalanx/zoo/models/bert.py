@@ -221,7 +221,7 @@ class Bert(nn.Module):
         precise = output.to(torch.promote_types(output.dtype, torch.float32))
         if self.config.task == "classify":
             return F.cross_entropy(precise, target)
-        first, last = (F.cross_entropy(precise[..., place], target[:, place]) for place in (0, 1))
+        first, last = (F.cross_entropy(precise[..., index], target[:, index]) for index in (0, 1))
         return (first + last) / 2
 
     def flops_per_token(self, time: int | None = None) -> int:

@@ -154,7 +154,7 @@ class KVCache:
         if self._model.sequence_shards > 1 or self._model.head is None:
             return _precise(self._call(padded)[rows, lengths - 1])
         # Logits of all tokens of a prompt would need much memory, and only the last ones are used.
-        last = self._model.head.register_forward_pre_hook(lambda _, given: (given[0][rows, lengths - 1][:, None],))
+        last = self._model.head.register_forward_pre_hook(lambda _, inputs: (inputs[0][rows, lengths - 1][:, None],))
         try:
             return _precise(self._call(padded)[:, 0])
         finally:
@@ -223,20 +223,20 @@ class _Rows:
         starts = (self.lengths - window).clamp(min=0)
         places = starts[:, None] + torch.arange(time, device=starts.device)
         # What is padded on the right, none of the tokens can see.
-        shown = F.pad(self.tokens.gather(1, places), (0, -time % multiple))
-        rows = torch.arange(len(shown), device=starts.device)
-        return _precise(call(shown)[rows, self.lengths - starts - 1])
+        window_tokens = F.pad(self.tokens.gather(1, places), (0, -time % multiple))
+        rows = torch.arange(len(window_tokens), device=starts.device)
+        return _precise(call(window_tokens)[rows, self.lengths - starts - 1])
 
     def lists(self) -> list[list[int]]:
         """Return each row as numbers, up to its first end token after the prompt."""
-        found: list[list[int]] = self.tokens[:, : self.longest].tolist()
+        rows: list[list[int]] = self.tokens[:, : self.longest].tolist()
         ends = set(self._ends.tolist())
         begins = (self.lengths - self._added).tolist()
         for number, begin in enumerate(begins):
-            row = found[number][: begin + self._added]
-            stop = next((place + 1 for place in range(begin, len(row)) if row[place] in ends), len(row))
-            found[number] = row[:stop]
-        return found
+            row = rows[number][: begin + self._added]
+            stop = next((index + 1 for index in range(begin, len(row)) if row[index] in ends), len(row))
+            rows[number] = row[:stop]
+        return rows
 
 
 @torch.no_grad()

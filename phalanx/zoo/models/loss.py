@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from phalanx.config.fields import IGNORED_LABEL
-from phalanx.torch_compat import scaled_product
-from phalanx.torch_compiler import has_triton
+from phalanx.torch_compat import has_triton, scaled_product
 
 
 class LMOutput(NamedTuple):
@@ -92,10 +91,10 @@ class _HeadLoss(torch.autograd.Function):
         trains_matrix = ctx.needs_input_grad[1]  # that of adapters is frozen
         factors = (_EightBits if fp8 and len(hidden) % 16 == 0 else _Factors)(matrix, hidden, trains_matrix)
         losses, for_hidden, chunk = [], torch.empty_like(hidden), _tokens(_CHUNK_LOGITS, matrix)
-        for rows, labels, place in zip(
-            *(torch.split(each, chunk) for each in (hidden, targets, for_hidden)), strict=True
+        for rows, labels, rows_of_gradient in zip(
+            *(torch.split(tensor, chunk) for tensor in (hidden, targets, for_hidden)), strict=True
         ):
-            losses.append(factors.loss(rows, labels, vocabulary, place))
+            losses.append(factors.loss(rows, labels, vocabulary, rows_of_gradient))
         for_weight = factors.for_matrix()
         count = (targets != IGNORED_LABEL).sum()
         ctx.save_for_backward(for_hidden, None if for_weight is None else for_weight[:vocabulary], count)
@@ -150,8 +149,8 @@ class _EightBits(_Factors):
         self._scale = self._scales.amax()
         self._columns = kernels.round_transposed(matrix, self._scale, False)
         self._one = torch.full((), 1 / kernels.GRADIENT_SCALE, device=matrix.device)
-        held = min(len(hidden), _tokens(_HELD_LOGITS if trains_matrix else _CHUNK_LOGITS, matrix))
-        self._gradients = torch.empty(len(matrix), held, dtype=kernels.E5M2, device=matrix.device)
+        rows = min(len(hidden), _tokens(_HELD_LOGITS if trains_matrix else _CHUNK_LOGITS, matrix))
+        self._gradients = torch.empty(len(matrix), rows, dtype=kernels.E5M2, device=matrix.device)
         self._first = self._end = 0
         """Of the hidden states whose gradients wait."""
 
@@ -275,6 +274,6 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         shares, total, places, here, counted, count = ctx.saved_tensors
         weight = torch.where(counted, gradient / count, 0.0)
-        found = shares * (weight / total)[:, None]
-        found.scatter_add_(1, places, torch.where(here, -weight, 0.0)[:, None])
-        return found, None, None, None
+        logits_gradient = shares * (weight / total)[:, None]
+        logits_gradient.scatter_add_(1, places, torch.where(here, -weight, 0.0)[:, None])
+        return logits_gradient, None, None, None

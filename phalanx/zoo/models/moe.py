@@ -18,7 +18,7 @@ from phalanx.zoo.models.llama import Attention, LlamaConfig
 from phalanx.zoo.models.loss import LMOutput
 
 
-class Dispatched(NamedTuple):
+class DispatchedTokens(NamedTuple):
     """Copies of tokens, sorted by expert."""
 
     rows: Tensor
@@ -31,7 +31,7 @@ class Dispatched(NamedTuple):
     """[tokens x top_k]: row r is choice order[r] % top_k of token order[r] // top_k."""
 
 
-def dispatch(tokens: Tensor, experts: Tensor, num_experts: int) -> Dispatched:
+def dispatch(tokens: Tensor, experts: Tensor, num_experts: int) -> DispatchedTokens:
     """Sort a copy of each token [tokens, hidden] for each of its experts [tokens, top_k].
 
     Rows for one expert, and so for one rank's experts, lie together: `rows` and `counts` are what an all-to-all sends.
@@ -40,7 +40,7 @@ def dispatch(tokens: Tensor, experts: Tensor, num_experts: int) -> Dispatched:
     order = chosen.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
     counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
-    return Dispatched(tokens[order // experts.shape[1]], counts, order)
+    return DispatchedTokens(tokens[order // experts.shape[1]], counts, order)
 
 
 def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ PRESETS = {
 """About 0.1 and 32 million parameters, then the shape of Mixtral 8x7B."""
 
 
-class Routed(NamedTuple):
+class Routing(NamedTuple):
     """The choice of a router."""
 
     experts: Tensor
@@ -143,13 +143,13 @@ class Router(nn.Module):
         self.top_k = config.top_k
         self.score = nn.Linear(config.hidden, config.experts, bias=False)
 
-    def forward(self, inputs: Tensor) -> Routed:
+    def forward(self, inputs: Tensor) -> Routing:
         """Route [batch, time, hidden]."""
         scores = self.score(inputs)
         # In half precision close experts would tie, and the choice would depend on the order of additions.
         probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         weights, experts = probabilities.topk(self.top_k, dim=-1)
-        return Routed(experts, weights / weights.sum(dim=-1, keepdim=True), balance_loss(probabilities, experts))
+        return Routing(experts, weights / weights.sum(dim=-1, keepdim=True), balance_loss(probabilities, experts))
 
 
 class Experts(nn.Module):
@@ -174,7 +174,7 @@ class Experts(nn.Module):
         ]
         return torch.cat(outputs)
 
-    def dense(self, inputs: Tensor, routed: Routed) -> Tensor:
+    def dense(self, inputs: Tensor, routed: Routing) -> Tensor:
         """Return the weighted outputs of [batch, time, hidden] from every expert for every token.
 
         For export: a graph without Python cannot give each expert as many rows as the tokens ask for.
@@ -198,7 +198,7 @@ class MoEFeed(nn.Module):
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return [batch, time, hidden] refined, and the balance loss."""
-        routed: Routed = self.router(inputs)
+        routed: Routing = self.router(inputs)
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             return self.experts.dense(inputs, routed), routed.balance
         sent = dispatch(inputs.flatten(0, 1), routed.experts.flatten(0, 1), self.num_experts)

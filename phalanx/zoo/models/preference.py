@@ -98,7 +98,7 @@ class DPO(nn.Module):
 
     def compile_regions(self) -> list[tuple[nn.Module, str]]:
         """Return what torch.compile compiles: the same parts as of the model alone."""
-        models = [each for each in (self.model, self.reference) if each is not None]
+        models = [module for module in (self.model, self.reference) if module is not None]
         return [
             region
             for model in models
@@ -107,9 +107,9 @@ class DPO(nn.Module):
 
     def init_weights(self) -> None:
         """Draw the weights of a model that was built on the meta device; the reference gets the same."""
-        models: list[Any] = [each for each in (self.model, self.reference) if each is not None]
-        for each in models:
-            each.init_weights()  # which also ties weights again
+        models: list[Any] = [model for model in (self.model, self.reference) if model is not None]
+        for model in models:
+            model.init_weights()  # which also ties weights again
         for ours, theirs in zip(models[0].parameters(), models[-1].parameters(), strict=True):
             theirs.detach().copy_(ours.detach())
 

@@ -8,7 +8,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.recipes.imports import call_with, is_import_path, load_import
 
 if TYPE_CHECKING:
@@ -76,17 +76,17 @@ def build_options(name: str) -> list[str]:
     if is_import_path(name):
         return list(inspect.signature(load_import(name, "model")).parameters)
     module, function = _find(name)
-    own = list(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
+    options = list(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
     sizes = list(presets(name).values())  # what a preset sets can be changed
-    return own + [field.name for field in dataclasses.fields(sizes[0])] if sizes else own
+    return options + [field.name for field in dataclasses.fields(sizes[0])] if sizes else options
 
 
-def _checked(made: Any, name: str) -> nn.Module:
+def _checked(model: Any, name: str) -> nn.Module:
     from torch import nn
 
-    if isinstance(made, nn.Module):
-        return made
-    raise UsageError(f"model = '{name}' gives a {type(made).__name__}, not a torch.nn.Module")
+    if isinstance(model, nn.Module):
+        return model
+    raise UsageError(f"model = '{name}' gives {a_type(model)}, not a torch.nn.Module")
 
 
 def _is_path(name: str) -> bool:

@@ -62,7 +62,9 @@ class ConvNet(nn.Module):
         """
         pixels, halved = self.image_size**2, (self.image_size // 2) ** 2
         convolutions = [module.weight.numel() for module in self.modules() if isinstance(module, nn.Conv2d)]
-        work = [weights * made for weights, made in zip(convolutions, (pixels, pixels, halved, halved), strict=True)]
+        work = [
+            weights * outputs for weights, outputs in zip(convolutions, (pixels, pixels, halved, halved), strict=True)
+        ]
         linears = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
         return 6 * (sum(work) + linears) - 2 * work[0]
 

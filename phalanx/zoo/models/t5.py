@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import model as contract
-from phalanx.config.fields import IGNORED_LABEL, T5_END, T5_PAD
+from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError, unknown_name
 from phalanx.zoo.models.decoder import Decoder
 from phalanx.zoo.models.generation import LOOK_EVERY, Sampling
 from phalanx.zoo.models.init import from_preset, is_meta
 from phalanx.zoo.models.loss import LMHead, LMOutput, scored, token_loss
+from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 
 ACTIVATIONS = ("relu", "gated-gelu")
 
@@ -160,10 +161,10 @@ class Stack(nn.Module):
         """
         distances = torch.arange(1 - time, time, device=device)
         buckets = distance_buckets(distances, self.buckets, self.max_distance, both_sides=not self.decodes)
-        found: Tensor = self.bias(F.one_hot(buckets, self.buckets).to(self.bias.weight.dtype))
+        bias: Tensor = self.bias(F.one_hot(buckets, self.buckets).to(self.bias.weight.dtype))
         # The gradient of a window sums in its own type: time many numbers, too many for 16 bits.
-        precise = found.to(torch.promote_types(found.dtype, torch.float32))
-        return precise.T.unfold(1, time, 1).flip(1).to(found.dtype)
+        precise = bias.to(torch.promote_types(bias.dtype, torch.float32))
+        return precise.T.unfold(1, time, 1).flip(1).to(bias.dtype)
 
 
 def distance_buckets(distance: Tensor, buckets: int, max_distance: int, *, both_sides: bool) -> Tensor:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import DataError, UsageError
+from phalanx.errors import DataError, UsageError, a_type
 
 _KINDS = {".txt": "text", ".md": "text", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _VALIDATION = ("val", "valid", "dev", "test")
@@ -81,8 +82,8 @@ def _files(root: Path) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise UsageError(f"{root}: there is nothing at that path")
-    found = (file for file in root.rglob("*") if file.is_file() and file.suffix.lower() in _KINDS)
-    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(root).parts))
+    files = (file for file in root.rglob("*") if file.is_file() and file.suffix.lower() in _KINDS)
+    return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(root).parts))
 
 
 def _is_validation(root: Path, file: Path) -> bool:
@@ -108,7 +109,7 @@ def _grouped(pieces: Iterable[FileRange], part_bytes: int) -> Iterator[list[File
     group: list[FileRange] = []
     for piece in pieces:
         group.append(piece)
-        if sum(each.bytes for each in group) >= part_bytes:
+        if sum(file_range.bytes for file_range in group) >= part_bytes:
             yield group
             group = []
     if group:
@@ -152,33 +153,33 @@ def _json_lines(piece: FileRange, column: str) -> Iterator[str]:
         if piece.start:
             file.seek(piece.start - 1)
             file.readline()  # the line that begins before the range; only its end where the range begins with a line
-        while (place := file.tell()) < piece.end:
+        while (offset := file.tell()) < piece.end:
             line = file.readline()
             if line.strip():
-                yield _text_of(line, place, piece.path, column)
+                yield _text_of(line, offset, piece.path, column)
 
 
-def _text_of(line: bytes, place: int, path: str, column: str) -> str:
+def _text_of(line: bytes, offset: int, path: str, column: str) -> str:
     try:
         row = json.loads(line.strip())
     except ValueError as error:  # also where it is not UTF-8
         reason = getattr(error, "msg", error)
-        raise DataError(f"{path}, line {_line_number(path, place)}: not JSON: {reason}") from None
+        raise DataError(f"{path}, line {_line_number(path, offset)}: not JSON: {reason}") from None
     if not isinstance(row, dict) or column not in row:
-        found = f"its keys are {', '.join(map(str, row))}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
+        content = f"its keys are {', '.join(map(str, row))}" if isinstance(row, dict) else f"it is {a_type(row)}"
         raise DataError(
-            f"{path}, line {_line_number(path, place)}: there is no '{column}'; {found}",
+            f"{path}, line {_line_number(path, offset)}: there is no '{column}'; {content}",
             hint="Name the key that holds the text: --column NAME",
         )
     text = row[column]
     if text is not None and not isinstance(text, str):
-        raise DataError(f"{path}, line {_line_number(path, place)}: '{column}' is {text!r:.40}, not a text")
+        raise DataError(f"{path}, line {_line_number(path, offset)}: '{column}' is {text!r:.40}, not a text")
     return text or ""
 
 
-def _line_number(path: str, place: int) -> int:
+def _line_number(path: str, offset: int) -> int:
     with open(path, "rb") as file:
-        return file.read(place).count(b"\n") + 1
+        return file.read(offset).count(b"\n") + 1
 
 
 def _row_groups(file: Path) -> list[int]:
@@ -215,8 +216,6 @@ def _columns(piece: FileRange, column: str) -> Iterator[str]:
 
 
 def _pyarrow(module: str) -> Any:
-    from importlib import import_module
-
     try:
         return import_module(module)
     except ImportError:

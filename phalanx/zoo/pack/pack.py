@@ -56,11 +56,11 @@ class FolderSource:
 
     def hash(self) -> str:
         """Return a hash of the names, labels and sizes of all files."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, files in self._files.items():
             for (file, label), size in zip(files, self._sizes[name], strict=True):
-                found.update(f"{name}\0{file}\0{label}\0{size}\n".encode(errors="surrogateescape"))
-        return found.hexdigest()
+                digest.update(f"{name}\0{file}\0{label}\0{size}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
 
     def samples(self, split: str, first: int, stop: int) -> FolderSamples:
         """Return some samples of a split."""

@@ -107,7 +107,7 @@ def write_questions(job: QuestionsJob) -> dict[str, int]:
         replace_file(job.out / f"{split}.json", json.dumps(document))
         contexts = [paragraph["context"] for paragraph in paragraphs]
         replace_file(job.out / "texts" / f"{split}.txt", "\n".join(contexts) + "\n")
-        texts += [*contexts, *(each["question"] for paragraph in paragraphs for each in paragraph["qas"])]
+        texts += [*contexts, *(item["question"] for paragraph in paragraphs for item in paragraph["qas"])]
     write_tokenizer(job.out / "tokenizer", texts)
     return counts
 
@@ -116,17 +116,17 @@ def _paragraphs(job: QuestionsJob, split: str, count: int) -> list[dict[str, Any
     draw = random.Random(f"{job.seed} {split}")
     pairs = [f"{first} {last}" for first in _FIRST for last in _LAST]
     random.Random(job.seed).shuffle(pairs)
-    known, unseen = pairs[len(pairs) // 3 :], pairs[: len(pairs) // 3]
-    found: list[dict[str, Any]] = []
-    asked = 0
-    while asked < count:
-        people = draw.sample(known, 3) if split == "train" else draw.sample(known, 1) + draw.sample(unseen, 2)
+    seen_pairs, unseen = pairs[len(pairs) // 3 :], pairs[: len(pairs) // 3]
+    paragraphs: list[dict[str, Any]] = []
+    drawn = 0
+    while drawn < count:
+        people = draw.sample(seen_pairs, 3) if split == "train" else draw.sample(seen_pairs, 1) + draw.sample(unseen, 2)
         context, facts = _story(draw, people)
-        number = min(_PER_CONTEXT, count - asked)
-        qas = [_question(draw, facts, job.unanswerable, f"{split}-{asked + each}") for each in range(number)]
-        found.append({"context": context, "qas": qas})
-        asked += number
-    return found
+        number = min(_PER_CONTEXT, count - drawn)
+        qas = [_question(draw, facts, job.unanswerable, f"{split}-{drawn + index}") for index in range(number)]
+        paragraphs.append({"context": context, "qas": qas})
+        drawn += number
+    return paragraphs
 
 
 def _story(draw: random.Random, people: list[str]) -> tuple[str, list[Fact]]:
@@ -152,7 +152,7 @@ def _question(draw: random.Random, facts: list[Fact], unanswerable: float, key: 
     """Return a question about one of the facts, or about a kind of fact that is not in the context."""
     fact = draw.choice(facts)
     is_impossible = draw.random() < unanswerable
-    others = [kind for kind in KINDS if all(kind is not each.kind for each in facts)]
+    others = [kind for kind in KINDS if all(kind is not known_fact.kind for known_fact in facts)]
     kind = draw.choice(others) if is_impossible else fact.kind
     slot = draw.choice(list(kind.questions))
     answers = [] if is_impossible else [{"text": fact.words[slot], "answer_start": fact.places[slot]}]

@@ -111,8 +111,8 @@ def draw(label: int, size: int, random: np.random.Generator) -> NDArray[np.uint8
     second = _colour(random.uniform(low, high), random.uniform(0.4, 0.9), random.uniform(0.2, 0.4))
     pixels = cover * (mixed * first + (1 - mixed) * second) + (1 - cover) * _background(background, line, random)
     pixels += random.standard_normal((size, size, 1), dtype=np.float32) * np.float32(random.uniform(0.01, 0.06))
-    found: NDArray[np.uint8] = (pixels * 255).clip(0, 255).astype(np.uint8)
-    return found
+    image: NDArray[np.uint8] = (pixels * 255).clip(0, 255).astype(np.uint8)
+    return image
 
 
 def _colour(hue: float, saturation: float, value: float) -> Plane:
@@ -153,7 +153,7 @@ class ShapeSamples:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _ShapeCounts:
     """What was asked for."""
 
     images: int
@@ -173,7 +173,7 @@ class ShapeSource:
                 f"images={images}, val images={val_images}, size={size}, classes={classes}, seed={seed}: classes are 2 "
                 f"to {MOST_CLASSES}, both splits have an image of each class or more, size is 8 or more, seed 0 or more"
             )
-        self._drawn = _Drawn(images, val_images, size, classes, seed)
+        self._drawn = _ShapeCounts(images, val_images, size, classes, seed)
         self.classes = ["-".join(class_parts(label)) for label in range(classes)]
         self.lengths = {"train": images, "val": val_images}
         self.about: dict[str, Any] = {"made of": "drawn shapes", "size": size, "seed": seed}

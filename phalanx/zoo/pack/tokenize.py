@@ -75,12 +75,15 @@ def tokenize(job: TokenizeJob, say: Callable[[str], None]) -> TokenManifest:
     job.out.mkdir(parents=True, exist_ok=True)
     settle_tokenizer(job, parts, say)
     settings = _settings_of(job)
-    kept = _kept(parts, settings, overwrite=job.overwrite)
-    if kept:
-        say(f"{len(kept)} of {len(parts)} shards are there already, and their bytes are what was written")
-    if len(kept) < len(parts):
-        _reopen(job.out, kept.values())
-    records = {**kept, **_write_all([part for part in parts if part.name not in kept], parts, settings, job.workers)}
+    existing = _kept(parts, settings, overwrite=job.overwrite)
+    if existing:
+        say(f"{len(existing)} of {len(parts)} shards are there already, and their bytes are what was written")
+    if len(existing) < len(parts):
+        _reopen(job.out, existing.values())
+    records = {
+        **existing,
+        **_write_all([part for part in parts if part.name not in existing], parts, settings, job.workers),
+    }
     manifest = settings.manifest(records[part.name] for part in parts)
     if not manifest.total("tokens"):
         raise DataError(f"{', '.join(job.inputs)}: all {manifest.total('empty')} documents are empty")
@@ -118,12 +121,16 @@ def _kept(parts: list[CorpusPart], settings: _Settings, *, overwrite: bool) -> d
     same = [record for record in written if sources.get(record.name) == record.source]
     if document is not None and len(same) < len(written) and not overwrite:
         raise other_input(settings.folder)
-    return {each.name: each for each in same if shard_digest(settings.folder, each.name) == each.sha256}
+    return {
+        candidate.name: candidate
+        for candidate in same
+        if shard_digest(settings.folder, candidate.name) == candidate.sha256
+    }
 
 
-def _reopen(folder: Path, kept: Iterable[ShardRecord]) -> None:
+def _reopen(folder: Path, records: Iterable[ShardRecord]) -> None:
     """Take the manifest away while shards are written; the records of those that stay are written again."""
-    for record in kept:
+    for record in records:
         replace_file(folder / f"{record.name}.json", json.dumps(asdict(record)))
     (folder / MANIFEST).unlink(missing_ok=True)
 
@@ -151,12 +158,12 @@ def _write_by_processes(
     try:
         waiting: set[Future[ShardRecord]] = {pool.submit(_write_part, part) for part in missing}
         records: dict[str, ShardRecord] = {}
-        shown = 0
+        reported = 0
         while waiting:
             finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
-            records |= {record.name: record for record in (each.result() for each in finished)}
-            advance((now := counter.value) - shown)
-            shown = now
+            records |= {record.name: record for record in (future.result() for future in finished)}
+            advance((now := counter.value) - reported)
+            reported = now
         return records
     finally:
         pool.shutdown(cancel_futures=True)

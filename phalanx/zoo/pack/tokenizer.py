@@ -73,26 +73,26 @@ def _put_trained(
     say(f"{path}: {vocab_size:,} tokens of byte-level BPE, trained in {duration(time.monotonic() - began)}")
 
 
-def _tokenizer_content(given: Path) -> bytes:
+def _tokenizer_content(path: Path) -> bytes:
     """Return the tokenizer.json of a file or of a folder of transformers."""
-    file = given / TOKENIZER if given.is_dir() else given
+    file = path / TOKENIZER if path.is_dir() else path
     if file.is_file():
         read_tokenizer(file)
         return file.read_bytes()
-    if not given.is_dir():
-        raise UsageError(f"--tokenizer {given}: there is nothing at that path")
+    if not path.is_dir():
+        raise UsageError(f"--tokenizer {path}: there is nothing at that path")
     try:
         from transformers import AutoTokenizer
 
-        found = AutoTokenizer.from_pretrained(str(given), local_files_only=True).backend_tokenizer.to_str()
+        content = AutoTokenizer.from_pretrained(str(path), local_files_only=True).backend_tokenizer.to_str()
     except ImportError:
-        raise UsageError(f"--tokenizer {given}: it has no {TOKENIZER}, and transformers is not installed") from None
+        raise UsageError(f"--tokenizer {path}: it has no {TOKENIZER}, and transformers is not installed") from None
     except (AttributeError, OSError, ValueError) as error:
         raise UsageError(
-            f"--tokenizer {given} cannot be read: {first_line(error)}",
+            f"--tokenizer {path} cannot be read: {first_line(error)}",
             hint=f"Give a {TOKENIZER}, or a folder as transformers' save_pretrained writes it.",
         ) from error
-    return str(found).encode()
+    return str(content).encode()
 
 
 def train_bpe(vocab_size: int, texts: Iterable[str]) -> Any:
@@ -125,8 +125,8 @@ def end_of(tokenizer: Any, job: TokenizeJob) -> int:
     """Return the token that ends a document."""
     names = [job.end] if job.end is not None else [*_configured_end(job.tokenizer), *_ENDS]
     for name in names:
-        if (found := tokenizer.token_to_id(name)) is not None:
-            return int(found)
+        if (token := tokenizer.token_to_id(name)) is not None:
+            return int(token)
     if job.end is not None:
         raise UsageError(f"--end {job.end}: the tokenizer has no such token")
     raise UsageError(
@@ -135,8 +135,8 @@ def end_of(tokenizer: Any, job: TokenizeJob) -> int:
     )
 
 
-def _configured_end(given: Path | None) -> list[str]:
-    folder = None if given is None else given if given.is_dir() else given.parent
+def _configured_end(source: Path | None) -> list[str]:
+    folder = None if source is None else source if source.is_dir() else source.parent
     if folder is None or not (path := folder / "tokenizer_config.json").is_file():
         return []
     end = json.loads(path.read_text(encoding="utf-8")).get("eos_token")

@@ -155,21 +155,21 @@ def write_folder(out: Path, source: ShardSource, shards: int, report: Report, wo
 
 
 def _complete(out: Path, source: ShardSource, plan: Sequence[_Shard], report: Report, workers: int) -> ShardList:
-    found = _begin(out, source, plan)
-    kept = _intact_names(out, [record for record in found.records if record.sha256], report, workers)
-    missing = [shard for shard in plan if shard.name not in kept]
-    tasks = [(out / each.name, source.samples(each.split, each.first, each.stop), each.first) for each in missing]
-    for _, record in _each(write_shard, tasks, workers, sum(each.stop - each.first for each in missing)):
-        found = _with(found, record)
-        found.write(out)
+    listed = _begin(out, source, plan)
+    intact = _intact_names(out, [record for record in listed.records if record.sha256], report, workers)
+    missing = [shard for shard in plan if shard.name not in intact]
+    tasks = [(out / item.name, source.samples(item.split, item.first, item.stop), item.first) for item in missing]
+    for _, record in _each(write_shard, tasks, workers, sum(item.stop - item.first for item in missing)):
+        listed = _with(listed, record)
+        listed.write(out)
         report(record, "written")
-    return found
+    return listed
 
 
 def _with(listed: ShardList, record: ShardRecord) -> ShardList:
     """Return the list with a shard that was written."""
     splits = {
-        split: [record if each.name == record.name else each for each in records]
+        split: [record if other.name == record.name else other for other in records]
         for split, records in listed.splits.items()
     }
     return replace(listed, splits=splits)
@@ -182,18 +182,20 @@ def _begin(out: Path, source: ShardSource, plan: Sequence[_Shard]) -> ShardList:
         for split in source.lengths
     }
     fresh = ShardList(source.classes, splits, source.hash(), source.about)
-    found = ShardList.read(out)
-    if found is None:
+    listed = ShardList.read(out)
+    if listed is None:
         if other := next(out.glob("*.tar"), None):
             raise UsageError(f"{out} already holds tars that are not listed, such as {other.name}", hint=_OTHER)
         fresh.write(out)
         return fresh
-    shape = {split: [(record.name, record.samples) for record in records] for split, records in found.splits.items()}
-    wanted = {split: [(record.name, record.samples) for record in records] for split, records in splits.items()}
-    if found.source != fresh.source or shape != wanted:
-        what = "of other samples" if found.source != fresh.source else f"in another number: {len(found.records)}"
-        raise UsageError(f"{out} already holds shards {what}", hint=_OTHER)
-    return found
+    shape = {split: [(record.name, record.samples) for record in records] for split, records in listed.splits.items()}
+    fresh_shape = {split: [(record.name, record.samples) for record in records] for split, records in splits.items()}
+    if listed.source != fresh.source or shape != fresh_shape:
+        difference = (
+            "of other samples" if listed.source != fresh.source else f"in another number: {len(listed.records)}"
+        )
+        raise UsageError(f"{out} already holds shards {difference}", hint=_OTHER)
+    return listed
 
 
 _OTHER = "Give another folder: --out DIR; or remove this one."

@@ -186,7 +186,7 @@ def test_mpirun_may_start_a_script_only_where_horovod_has_mpi(tmp_path, monkeypa
     ("settings", "said"),
     [
         ({"num_workers": 4, "hosts": "a:1,b:x"}, "'b:x' has no number of slots"),
-        ({"num_workers": 4, "hosts": "a:1,,b:3"}, "is not the name of a machine"),
+        ({"num_workers": 4, "hosts": "a:1,,b:3"}, "is not the name of a host"),
         ({"num_workers": 4, "hosts": "a:1,a:3"}, "a is listed twice"),
         ({"num_workers": 4, "hosts": "a:1,b:2"}, "has 3 slots, but 4 ranks were asked for"),
         ({"num_workers": 2, "min_workers": 1}, "host_discovery_script"),

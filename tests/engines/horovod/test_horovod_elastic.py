@@ -53,7 +53,7 @@ class Run:
             return self.survivor.run(loop, self.folder)
 
     def change_hosts(self) -> None:
-        self.survivor.take_host_change()
+        self.survivor.note_host_change()
 
     def meet_again(self):
         self.survivor.attempt += 1

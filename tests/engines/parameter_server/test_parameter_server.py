@@ -341,8 +341,15 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_run_can_continue(ranks, tm
         import signal
         import threading
 
+        from waiting import until
+
+        def stop_after_a_step() -> None:
+            events = tmp_path / "run" / "events.jsonl"
+            until(lambda: events.exists() and '"event":"step"' in events.read_text())
+            os.kill(os.getpid(), signal.SIGTERM)
+
         if os.environ["RANK"] == "1":
-            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+            threading.Thread(target=stop_after_a_step).start()
         try:
             train(str(tmp_path / "run"), max_steps=100_000, **settings)
         except PreemptedError as error:

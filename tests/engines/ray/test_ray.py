@@ -149,7 +149,7 @@ def test_more_workers_than_fit_are_refused_with_what_is_there(machines, tmp_path
     answer = train(machines, tmp_path, "--script", "train.py", "--num-workers", "3", "--", "live")
     assert answer.code == 2
     assert "3 workers with 1 CPU each do not fit" in answer.err
-    assert "room for 2: 2 machines, together 2 CPU" in answer.err
+    assert "room for 2: 2 nodes, together 2 CPU" in answer.err
 
 
 @long_proof
@@ -436,7 +436,7 @@ def test_files_too_large_to_send_back_do_not_keep_the_small_ones(tmp_path):
             "killed by SIGKILL by OOM killer due to high memory usage.",
             "its process was killed",
         ),
-        ("The actor died because its node has died. Node Id: ab12", "its machine was lost"),
+        ("The actor died because its node has died. Node Id: ab12", "its node was lost"),
         ("something new\nand more", "something new"),
     ],
 )

@@ -93,7 +93,7 @@ def test_sources_over_the_limit_are_reported_and_used_where_they_are(home, tmp_p
     monkeypatch.setattr(module, "_MOST_BYTES", 8)
     told: list[str] = []
     archive = pack(ScriptTarget("train.py"), told.append)
-    assert "must be on every machine" in told[0]
+    assert "must be on every node" in told[0]
     here = unpacked(archive, tmp_path)
     assert (here.folder, here.target) == (str(home), archive.target)
     leave(home, tmp_path)

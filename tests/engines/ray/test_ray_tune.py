@@ -89,7 +89,7 @@ def test_a_trial_that_waits_for_resources_is_given_up_at_once(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("kind", "text", "cause"),
     [
-        ("RayActorError", "The actor died because its node has died.", "its worker was lost: its machine was lost"),
+        ("RayActorError", "The actor died because its node has died.", "its worker was lost: its node was lost"),
         ("RayTaskError", "ray::run()\nModuleNotFoundError: No module named 'mine'", "No module named 'mine'"),
     ],
 )

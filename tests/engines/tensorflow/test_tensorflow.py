@@ -144,7 +144,7 @@ def test_the_api_is_that_of_the_other_trainers(mirrored):
     for words in ("agree True", "loaded True", "shape (5, 3) best True", "policy mixed_bfloat16"):
         assert words in out
     assert "refused: train has arrays of 3 and 71 rows" in out
-    assert "refused: model_fn returned a int" in out
+    assert "refused: model_fn returned an int" in out
     assert "refused: train is a list" in out
     assert "refused: train[1] is a list, not an array" in out
     assert "refused: kept/half holds the backup of an earlier run" in out

@@ -187,10 +187,10 @@ def test_a_config_that_backends_share_keeps_what_keras_does_not_follow_and_says_
 def test_horovod_needs_the_machines_only_where_it_starts_the_ranks():
     config = DistributedConfig(backend="horovod", num_nodes=2, num_workers=4)
     assert "not used by backend = 'horovod': num_nodes = 2" in config.unused_note
-    with pytest.raises(UsageError, match="horovodrun must know the machines"):
+    with pytest.raises(UsageError, match="horovodrun must know the nodes"):
         plan_layout(config, 0)
     assert plan_layout(config.replace(hosts="a:2,b:2"), 0).num_nodes == 1
-    with pytest.raises(ConfigError, match="Name the machines instead"):
+    with pytest.raises(ConfigError, match="Name the nodes instead"):
         resolve({"backend": "horovod", "num_nodes": 2, "num_workers": 4})
 
 

@@ -399,7 +399,7 @@ def test_traces_of_machines_that_share_no_folder_are_sent_to_rank_0(tmp_path, mo
     stores = [store, *(dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(2))]
     exchanges = []
     for rank in range(3):
-        env = SimpleNamespace(on_one_machine=False)
+        env = SimpleNamespace(on_one_node=False)
         world = SimpleNamespace(rank=rank, world_size=3, is_main=rank == 0, store=stores[rank], env=env)
         folder = tmp_path / ("here" if rank != 2 else "elsewhere") / "profile"
         exchanges.append(collect.TraceExchange(Profiling(3, 5), world, folder))

@@ -199,14 +199,14 @@ def test_from_python_with_a_loader_and_its_batch_size():
         (("digits", "--reshard", "fdsp:2"), "Did you mean 'fsdp'?"),
         (("digits", "--reshard", "ddp:3"), "a global batch of 64 samples cannot be split evenly over 3"),
         (("digits", "--resume", "--max-steps", 1), "needs at least 2 steps"),
-        (("digits", "--resume", "--reshard", "ddp:1"), "proofs of their own"),
+        (("digits", "--resume", "--reshard", "ddp:1"), "cannot be combined"),
         (
             ("digits", "--faults", "--max-steps", 4),
-            "4 steps: too few to lose any\n  Give at least 8 steps (--max-steps 12).\n",
+            "4 steps\n  Give at least 8 steps (--max-steps 12).\n",
         ),
         (
             ("digits", "--faults", "--num-workers", 1),
-            "too few to lose any\n  Give at least 2 ranks (--num-workers 2).\n",
+            "--faults needs more than 1 rank and 12 steps\n  Give at least 2 ranks (--num-workers 2).\n",
         ),
         (("digits", "--out", "here"), "--out is for a run under faults, such as --faults 10"),
         (("digits", "--set", "model.dropout=0.1"), "--set is for a run under faults"),
@@ -229,7 +229,7 @@ def test_mistakes_are_reported(words, said):
 
 def test_a_recipe_may_follow_faults():
     answer = phalanx("verify", "--faults", "digits", "--max-steps", 4, "--device", "cpu")
-    assert "4 steps: too few to lose any" in answer.err
+    assert "--faults needs more than" in answer.err
 
 
 def test_ranks_that_another_launcher_started_are_refused(monkeypatch):

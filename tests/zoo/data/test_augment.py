@@ -112,8 +112,8 @@ def test_evaluation_takes_the_middle():
     torch.testing.assert_close(centre_crop(images, 32, 0.8), expected)
 
 
-def chosen(name: str, sign: float = 1.0) -> colours.Chosen:
-    return colours.Chosen(torch.full((1,), colours.OPERATIONS.index(name)), torch.tensor([sign]))
+def chosen(name: str, sign: float = 1.0) -> colours.ChosenOperations:
+    return colours.ChosenOperations(torch.full((1,), colours.OPERATIONS.index(name)), torch.tensor([sign]))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_colours_change_as_by_the_plain_operation(name, plain):
 
 
 def test_all_images_at_once_are_changed_as_one_by_one(monkeypatch):
-    images, chosen = batch_of(28)[0].float(), colours.Chosen(torch.arange(28) % 14, torch.ones(28))
+    images, chosen = batch_of(28)[0].float(), colours.ChosenOperations(torch.arange(28) % 14, torch.ones(28))
     expected = colours.coloured(images, chosen, 9)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(colours.coloured(images, chosen, 9), expected)
@@ -156,7 +156,7 @@ def stretched(images: Tensor) -> Tensor:
 def test_equalized_images_are_those_of_pillow(levels):
     image, operations = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageOps")
     pixels = (batch_of(4)[0] // (256 // levels)).repeat(1, 1, 3, 3)
-    found = colours.coloured(pixels.float(), colours.Chosen(torch.full((4,), 13), torch.ones(4)), 9)
+    found = colours.coloured(pixels.float(), colours.ChosenOperations(torch.full((4,), 13), torch.ones(4)), 9)
     for number in range(4):
         picture = operations.equalize(image.fromarray(pixels[number].permute(1, 2, 0).numpy()))
         expected = torch.tensor(list(picture.tobytes())).view(72, 72, 3).permute(2, 0, 1)

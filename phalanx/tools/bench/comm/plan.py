@@ -85,14 +85,14 @@ class BenchPlan:
     @classmethod
     def from_json(cls, text: str) -> BenchPlan:
         """Read what `to_json` wrote."""
-        found = json.loads(text)
-        return cls(**{**found, "algos": tuple(found["algos"]), "sizes": tuple(found["sizes"])})
+        fields = json.loads(text)
+        return cls(**{**fields, "algos": tuple(fields["algos"]), "sizes": tuple(fields["sizes"])})
 
 
 def _check_algorithm(op: str, algo: str) -> None:
     if algo in ALGORITHMS_OF[op]:
         return
-    others = [name for name, known in ALGORITHMS_OF.items() if algo in known]
+    others = [name for name, names in ALGORITHMS_OF.items() if algo in names]
     if others:
         allowed = ", ".join(ALGORITHMS_OF[op])
         raise UsageError(f"{op} has no algorithm '{algo}' ({', '.join(others)} has).", hint=f"Allowed: {allowed}.")
@@ -106,8 +106,8 @@ def parse_algorithms(text: str | None, op: str, device: str = "cpu") -> tuple[st
     if text is None and device == "cuda":
         return ("nccl",) if op in ALGORITHMS_OF else ()
     if text is None:
-        wanted = ("ring", "tree", "direct", "gloo", "shm")
-        return tuple(name for name in ALGORITHMS_OF.get(op, ()) if name in wanted)
+        usual = ("ring", "tree", "direct", "gloo", "shm")
+        return tuple(name for name in ALGORITHMS_OF.get(op, ()) if name in usual)
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise UsageError(f"--algo '{text}' names no algorithm", hint="Write --algo ring,gloo")

@@ -65,7 +65,7 @@ def make_case(algo: str, plan: BenchPlan, channel: P2PChannel) -> Case:
         return _shared_memory(plan, channel, in_place=algo == "shm" and plan.op == "all_reduce")
     if algo == "copy":
         room = torch.empty(max(plan.sizes), dtype=torch.uint8)
-        return Case(lambda given: room[: given.nbytes].view(given.dtype).copy_(given), is_checked=False)
+        return Case(lambda tensor: room[: tensor.nbytes].view(tensor.dtype).copy_(tensor), is_checked=False)
     return _torch_backend(algo, plan, channel)
 
 
@@ -84,18 +84,18 @@ def _collective(algo: str, plan: BenchPlan, channel: P2PChannel) -> Case:
 
 
 def _move_collective(
-    function: Callable[..., Any], plan: BenchPlan, channel: P2PChannel, given: torch.Tensor
+    function: Callable[..., Any], plan: BenchPlan, channel: P2PChannel, tensor: torch.Tensor
 ) -> torch.Tensor | None:
     if plan.op == "scatter":
-        own = given.new_empty(given.numel() // channel.size)
-        function(own, channel, given.view(channel.size, -1) if channel.rank == 0 else None)
-        return own
+        block = tensor.new_empty(tensor.numel() // channel.size)
+        function(block, channel, tensor.view(channel.size, -1) if channel.rank == 0 else None)
+        return block
     if plan.op == "all_to_all":
-        given = given.view(channel.size, -1)
+        tensor = tensor.view(channel.size, -1)
     extra = (plan.redop,) if plan.op in ("all_reduce", "reduce_scatter", "reduce") else ()
-    result: torch.Tensor | None = function(given, channel, *extra)
+    result: torch.Tensor | None = function(tensor, channel, *extra)
     if plan.op in _IN_PLACE:
-        return given if plan.op != "reduce" or channel.rank == 0 else None
+        return tensor if plan.op != "reduce" or channel.rank == 0 else None
     return result
 
 
@@ -113,19 +113,19 @@ def _shared_memory(plan: BenchPlan, channel: P2PChannel, *, in_place: bool) -> C
     return Case(partial(_move_shared, group, plan))
 
 
-def _move_shared(group: Any, plan: BenchPlan, given: torch.Tensor) -> torch.Tensor:
+def _move_shared(group: Any, plan: BenchPlan, tensor: torch.Tensor) -> torch.Tensor:
     if plan.op == "all_reduce":
-        group.all_reduce(given, plan.redop)
-        return given
+        group.all_reduce(tensor, plan.redop)
+        return tensor
     if plan.op == "broadcast":
-        group.broadcast(given)
-        return given
+        group.broadcast(tensor)
+        return tensor
     if plan.op == "reduce_scatter":
-        out = given.new_empty(given.numel() // group.size)
-        group.reduce_scatter(out, given, plan.redop)
+        out = tensor.new_empty(tensor.numel() // group.size)
+        group.reduce_scatter(out, tensor, plan.redop)
         return out
-    out = given.new_empty(given.numel() * (group.size if plan.op == "all_gather" else 1))
-    getattr(group, plan.op)(out, given)
+    out = tensor.new_empty(tensor.numel() * (group.size if plan.op == "all_gather" else 1))
+    getattr(group, plan.op)(out, tensor)
     return out
 
 
@@ -159,32 +159,32 @@ def _check_nccl() -> int:
     return local
 
 
-def _move_by_torch(plan: BenchPlan, channel: P2PChannel, group: Any, given: torch.Tensor) -> torch.Tensor | None:
+def _move_by_torch(plan: BenchPlan, channel: P2PChannel, group: Any, tensor: torch.Tensor) -> torch.Tensor | None:
     op, size, root = _TORCH_OPS[plan.redop], channel.size, channel.rank == 0
     if plan.op == "all_reduce":
-        dist.all_reduce(given, op, group=group)
-        return given
+        dist.all_reduce(tensor, op, group=group)
+        return tensor
     if plan.op == "broadcast":
-        dist.broadcast(given, 0, group=group)
-        return given
+        dist.broadcast(tensor, 0, group=group)
+        return tensor
     if plan.op == "reduce":
-        dist.reduce(given, 0, op, group=group)
-        return given if root else None
+        dist.reduce(tensor, 0, op, group=group)
+        return tensor if root else None
     if plan.op == "gather":
-        parts = [torch.empty_like(given) for _ in range(size)] if root else None
-        dist.gather(given, parts, 0, group=group)
+        parts = [torch.empty_like(tensor) for _ in range(size)] if root else None
+        dist.gather(tensor, parts, 0, group=group)
         return torch.cat(parts) if parts is not None else None
-    share = given.numel() // size
-    counts = {"reduce_scatter": share, "scatter": share, "all_gather": given.numel() * size}
-    out = given.new_empty(counts.get(plan.op, given.numel()))
+    share = tensor.numel() // size
+    counts = {"reduce_scatter": share, "scatter": share, "all_gather": tensor.numel() * size}
+    out = tensor.new_empty(counts.get(plan.op, tensor.numel()))
     if plan.op == "reduce_scatter":
-        _REDUCE_SCATTER(out, given, op, group=group)
+        _REDUCE_SCATTER(out, tensor, op, group=group)
     elif plan.op == "scatter":
-        dist.scatter(out, list(torch.tensor_split(given, size)) if root else None, 0, group=group)
+        dist.scatter(out, list(torch.tensor_split(tensor, size)) if root else None, 0, group=group)
     elif plan.op == "all_gather":
-        _ALL_GATHER(out, given, group=group)
+        _ALL_GATHER(out, tensor, group=group)
     else:
-        dist.all_to_all_single(out, given, group=group)
+        dist.all_to_all_single(out, tensor, group=group)
     return out
 
 
@@ -201,23 +201,23 @@ def sample(rank: int, count: int, dtype: str) -> torch.Tensor:
 
 def expected_result(plan: BenchPlan, count: int, rank: int, ranks: int) -> torch.Tensor | None:
     """Return the result that a rank must have for the `sample` of all ranks."""
-    given = [sample(peer, input_count(plan.op, count, ranks), plan.dtype) for peer in range(ranks)]
-    own = slice(rank * count // ranks, (rank + 1) * count // ranks)
+    inputs = [sample(peer, input_count(plan.op, count, ranks), plan.dtype) for peer in range(ranks)]
+    part = slice(rank * count // ranks, (rank + 1) * count // ranks)
     if plan.op in ("all_reduce", "reduce", "reduce_scatter"):
-        total = _reduced(given, plan.redop)
-        return {"all_reduce": total, "reduce": total if rank == 0 else None}.get(plan.op, total[own])
+        total = _reduced(inputs, plan.redop)
+        return {"all_reduce": total, "reduce": total if rank == 0 else None}.get(plan.op, total[part])
     if plan.op in ("all_gather", "gather"):
-        return torch.cat(given) if plan.op == "all_gather" or rank == 0 else None
+        return torch.cat(inputs) if plan.op == "all_gather" or rank == 0 else None
     if plan.op == "all_to_all":
-        return torch.cat([one[own] for one in given])
-    return given[0] if plan.op == "broadcast" else given[0][own]
+        return torch.cat([one[part] for one in inputs])
+    return inputs[0] if plan.op == "broadcast" else inputs[0][part]
 
 
-def _reduced(given: list[torch.Tensor], redop: str) -> torch.Tensor:
-    total = given[0].clone()
-    for other in given[1:]:
+def _reduced(inputs: list[torch.Tensor], redop: str) -> torch.Tensor:
+    total = inputs[0].clone()
+    for other in inputs[1:]:
         total = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(redop, torch.add)(total, other)
-    return total / len(given) if redop == "mean" else total
+    return total / len(inputs) if redop == "mean" else total
 
 
 _TIMEOUT = timedelta(minutes=5)
@@ -226,9 +226,9 @@ _TIMEOUT = timedelta(minutes=5)
 def run_plan(payload: str) -> None:
     """Measure what the plan in this folder asks for, as a rank that was started for it."""
     folder = Path(payload)
-    found = measure(BenchPlan.from_json((folder / PLAN_FILE).read_text()), partial(print, flush=True))
+    measured = measure(BenchPlan.from_json((folder / PLAN_FILE).read_text()), partial(print, flush=True))
     if dist.get_rank() == 0:
-        (folder / RESULT_FILE).write_text(json.dumps(found))
+        (folder / RESULT_FILE).write_text(json.dumps(measured))
 
 
 def measure(plan: BenchPlan, say: Callable[[str], object]) -> dict[str, Any]:
@@ -236,19 +236,19 @@ def measure(plan: BenchPlan, say: Callable[[str], object]) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     channel = P2PChannel()
     show = say if channel.rank == 0 else lambda text: None
-    found: dict[str, Any] = {"ranks": channel.size, "hosts": len(hosts(find_locations(channel)))}
+    measured: dict[str, Any] = {"ranks": channel.size, "hosts": len(hosts(find_locations(channel)))}
     if plan.p2p:
         if channel.rank == 0:
-            found["copy_gbs"] = measure_copy()
+            measured["copy_gbs"] = measure_copy()
         matrix = measure_links(channel)
-        found["latency_us"] = [[seconds * 1e6 for seconds in row] for row in matrix.latency_s]
-        found["bandwidth_gbs"] = [[rate / 1e9 for rate in row] for row in matrix.bandwidth]
+        measured["latency_us"] = [[seconds * 1e6 for seconds in row] for row in matrix.latency_s]
+        measured["bandwidth_gbs"] = [[rate / 1e9 for rate in row] for row in matrix.bandwidth]
     if plan.sizes:
         note = f", {speed_note(plan.ranks_per_gpu)}" if plan.ranks_per_gpu > 1 else ""
         show(f"{plan.op} on {channel.size} ranks{note}\n{HEADER}")
-        found["rows"] = [row.to_dict() for row in measure_rows(plan, channel, show)]
+        measured["rows"] = [row.to_dict() for row in measure_rows(plan, channel, show)]
     barrier(channel)  # no rank exits while another still receives from it
-    return found
+    return measured
 
 
 def leave_group() -> None:
@@ -273,37 +273,37 @@ def measure_rows(plan: BenchPlan, channel: P2PChannel, show: Callable[[str], obj
 
 def _measure(algo: str, case: Case, plan: BenchPlan, size: int, channel: P2PChannel) -> BenchRow:
     count = element_count(plan.op, size, plan.dtype, channel.size)
-    given = case.allocate(input_count(plan.op, count, channel.size), getattr(torch, plan.dtype))
-    given.fill_(1)
+    tensor = case.allocate(input_count(plan.op, count, channel.size), getattr(torch, plan.dtype))
+    tensor.fill_(1)
     for _ in range(plan.warmup):
-        case.move(given)
+        case.move(tensor)
     barrier(channel)
-    seconds = [_timed(case, given) for _ in range(plan.iterations(size))]
+    seconds = [_timed(case, tensor) for _ in range(plan.iterations(size))]
     slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    wrong = torch.tensor(_count_wrong(case, given, plan, count, channel))
+    wrong = torch.tensor(_count_wrong(case, tensor, plan, count, channel))
     dist.all_reduce(wrong)
     nbytes = count * DTYPE_BYTES[plan.dtype]
-    shared = plan.ranks_per_gpu if given.is_cuda else 1
+    shared = plan.ranks_per_gpu if tensor.is_cuda else 1
     return BenchRow(
         plan.op, algo, channel.size, nbytes, count, plan.dtype, plan.redop, slowest.item() * 1e6, int(wrong), shared
     )
 
 
-def _timed(case: Case, given: torch.Tensor) -> float:
+def _timed(case: Case, tensor: torch.Tensor) -> float:
     begin = time.perf_counter()
-    case.move(given)
-    if given.is_cuda:
-        torch.cuda.synchronize(given.device)
+    case.move(tensor)
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
     return time.perf_counter() - begin
 
 
-def _count_wrong(case: Case, given: torch.Tensor, plan: BenchPlan, count: int, channel: P2PChannel) -> int:
+def _count_wrong(case: Case, tensor: torch.Tensor, plan: BenchPlan, count: int, channel: P2PChannel) -> int:
     """Move known values once, and count the wrong elements."""
     if not case.is_checked:
         return 0
-    given.copy_(sample(channel.rank, given.numel(), plan.dtype))
-    result = case.move(given)
+    tensor.copy_(sample(channel.rank, tensor.numel(), plan.dtype))
+    result = case.move(tensor)
     expected = expected_result(plan, count, channel.rank, channel.size)
     if result is None or expected is None:
         return 0 if result is expected else count

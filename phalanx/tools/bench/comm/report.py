@@ -57,9 +57,9 @@ class BenchRow:
         )
 
 
-def make_row(found: dict[str, Any]) -> BenchRow:
+def make_row(fields: dict[str, Any]) -> BenchRow:
     """Read a row from JSON."""
-    return BenchRow(**{name: found[name] for name in BenchRow.__dataclass_fields__})
+    return BenchRow(**{name: fields[name] for name in BenchRow.__dataclass_fields__})
 
 
 def matrix_table(title: str, numbers: Sequence[Sequence[float]], unit: str) -> str:
@@ -77,10 +77,10 @@ def side_by_side(rows: Sequence[BenchRow]) -> str:
     algos = list(dict.fromkeys(row.algo for row in rows))
     if len(algos) < 2:
         return ""
-    found = {(row.algo, row.size_bytes): row.busbw_gbs for row in rows}
+    bandwidth_of = {(row.algo, row.size_bytes): row.busbw_gbs for row in rows}
     lines = ["busbw (GB/s)".ljust(14) + "".join(f"{algo:>17}" for algo in algos)]
     for size in sorted({row.size_bytes for row in rows}):
-        cells = (f"{found[algo, size]:.3f}" if (algo, size) in found else "-" for algo in algos)
+        cells = (f"{bandwidth_of[algo, size]:.3f}" if (algo, size) in bandwidth_of else "-" for algo in algos)
         lines.append(f"{size:<14}" + "".join(f"{cell:>17}" for cell in cells))
     return "\n".join(lines)
 
@@ -95,7 +95,9 @@ def plot_rows(rows: Sequence[BenchRow], path: str) -> None:
     for label, name in (("time (us)", "time_us"), ("bus bandwidth (GB/s)", "busbw_gbs")):
         points = {algo: [(row.size_bytes, getattr(row, name)) for row in rows if row.algo == algo] for algo in algos}
         sizes, values = zip(*(point for line in points.values() for point in line), strict=True)
-        x, y = (Axis(title, min(each), max(each), log=True) for title, each in (("bytes", sizes), (label, values)))
+        x, y = (
+            Axis(title, min(numbers), max(numbers), log=True) for title, numbers in (("bytes", sizes), (label, values))
+        )
         plot = Plot(x, y, _CELL)
         for (algo, line), color in zip(points.items(), COLORS, strict=False):
             plot.line(line, color, algo)
@@ -119,9 +121,9 @@ def _heat_map(title: str, numbers: list[list[float]]) -> str:
     for row, line in enumerate(numbers):
         for column, value in enumerate(line):
             x, y, shade = 16 + column * side, 32 + row * side, 0.15 + 0.85 * value / most
-            place = f'x="{x:.1f}" y="{y:.1f}" width="{side - 1:.1f}" height="{side - 1:.1f}"'
+            box = f'x="{x:.1f}" y="{y:.1f}" width="{side - 1:.1f}" height="{side - 1:.1f}"'
             if row != column:
-                parts.append(f'<rect {place} fill="#3b6fb6" fill-opacity="{shade:.2f}"/>')
+                parts.append(f'<rect {box} fill="#3b6fb6" fill-opacity="{shade:.2f}"/>')
                 parts.append(f'<text class="name" x="{x + side / 3:.1f}" y="{y + side / 2:.1f}">{value:.2g}</text>')
     return drawing(_CELL, parts)
 
@@ -142,15 +144,15 @@ class ExpectedLink:
 
 def network_links(interfaces: Path = _INTERFACES) -> list[ExpectedLink]:
     """Return the network cards that are up, with the speed their driver reports."""
-    found = []
+    links = []
     for path in sorted(interfaces.glob("*")):
         if path.name == "lo" or _read(path / "operstate") not in ("up", "unknown"):
             continue
         megabits = _read(path / "speed")
-        known = bool(re.fullmatch(r"[1-9]\d*", megabits))
-        rate = int(megabits) / 8e3 if known else None
-        found.append(ExpectedLink(path.name, rate, f"{path / 'speed'}" if known else "its driver does not say"))
-    return found
+        has_speed = bool(re.fullmatch(r"[1-9]\d*", megabits))
+        rate = int(megabits) / 8e3 if has_speed else None
+        links.append(ExpectedLink(path.name, rate, f"{path / 'speed'}" if has_speed else "its driver does not say"))
+    return links
 
 
 def gpu_links() -> list[ExpectedLink]:
@@ -164,24 +166,24 @@ def gpu_links() -> list[ExpectedLink]:
 
 def parse_nvlink(text: str) -> list[ExpectedLink]:
     """Add up the links of each GPU (`Link 0: 26.562 GB/s`)."""
-    found = []
+    links = []
     for block in re.split(r"^(?=GPU \d+)", text, flags=re.MULTILINE):
         number = re.match(r"GPU (\d+)", block)
         rates = [float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", block)]
         if number and rates:
-            found.append(ExpectedLink(f"GPU {number[1]} NVLink", sum(rates), f"nvidia-smi: {len(rates)} links"))
-    return found
+            links.append(ExpectedLink(f"GPU {number[1]} NVLink", sum(rates), f"nvidia-smi: {len(rates)} links"))
+    return links
 
 
 def parse_pcie(text: str) -> list[ExpectedLink]:
     """Read generation and width of each GPU's PCIe link (`5, 16`)."""
-    found = []
+    links = []
     for number, line in enumerate(filter(None, map(str.strip, text.splitlines()))):
         match = re.fullmatch(r"(\d+), (\d+)", line)
         if match:
             rate = _LANE_GBS.get(int(match[1]), 0.0) * int(match[2])
-            found.append(ExpectedLink(f"GPU {number} PCIe", rate or None, f"nvidia-smi: gen {match[1]} x{match[2]}"))
-    return found
+            links.append(ExpectedLink(f"GPU {number} PCIe", rate or None, f"nvidia-smi: gen {match[1]} x{match[2]}"))
+    return links
 
 
 def link_table(measured_gbs: float, copy_gbs: float, *, one_host: bool, links: list[ExpectedLink]) -> str:
@@ -194,9 +196,9 @@ def link_table(measured_gbs: float, copy_gbs: float, *, one_host: bool, links: l
     for link in [memory, *links] if one_host else links:
         used = one_host == (link is memory)
         expected = f"{link.expected_gbs:.2f}" if link.expected_gbs is not None else "?"
-        shown = f"{measured_gbs:.2f}" if used else "-"
+        rate = f"{measured_gbs:.2f}" if used else "-"
         share = f"{measured_gbs / link.expected_gbs:.0%}" if used and link.expected_gbs else "-"
-        lines.append(f"{link.name:<22}{expected:>10}{shown:>10}{share:>8}   {link.source}")
+        lines.append(f"{link.name:<22}{expected:>10}{rate:>10}{share:>8}   {link.source}")
     return "\n".join(lines)
 
 

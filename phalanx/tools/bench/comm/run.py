@@ -33,9 +33,9 @@ def run_bench(
 
         export_rank_env(started)
         os.environ.update(card_environment(started))
-        found = measure(plan, lambda text: console.rank_output(0, "r0", f"{text}\n"))
+        measured = measure(plan, lambda text: console.rank_output(0, "r0", f"{text}\n"))
         leave_group()
-        return found if started.rank == 0 else None
+        return measured if started.rank == 0 else None
     if ranks < 1:
         raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")
     with scratch_folder("bench") as folder:
@@ -50,5 +50,5 @@ def run_bench(
             env=env or {},
         )
         run_on_ranks(spec, console=console)
-        left: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text())
-        return left
+        result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text())
+        return result

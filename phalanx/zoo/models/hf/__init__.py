@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import ModelError, UsageError, unknown_name
+from phalanx.errors import ModelError, UsageError, a_type, unknown_name
 from phalanx.zoo.models.hf.encoders import BERT, T5_LAYOUT
 from phalanx.zoo.models.hf.files import (
     CONFIG,
@@ -107,10 +107,10 @@ def new_like(path: Path, changes: Mapping[str, Any], *, weights: bool) -> tuple[
         return model, {}
     stored = find_tensors(path)
     rules, _ = _paired(layout, config, stored)
-    found = read_tensors(stored, "cpu")
+    tensors = read_tensors(stored, "cpu")
     return model, {
         rules[name].ours if name in rules else name: rules[name].load(tensor) if name in rules else tensor
-        for name, tensor in found
+        for name, tensor in tensors
         if name in rules or not name.endswith(layout.tied)
     }
 
@@ -128,7 +128,7 @@ def _layout_of(model: nn.Module) -> HFMapping:
     names = ", ".join(layout.model.__name__ for layout in LAYOUTS.values())
     wrapped = next((name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), nn.Module)), "")
     raise UsageError(
-        f"a {type(model).__name__} has no Hugging Face layout here, {names} have.",
+        f"{a_type(model)} has no Hugging Face layout here, {names} have.",
         hint=f"Give the model inside it: model.{wrapped}" if wrapped else "Write its weights: --format safetensors",
     )
 
@@ -238,5 +238,5 @@ def _by_transformers(folder: Path, document: dict[str, Any], *, use_stored: bool
         model: nn.Module = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True)
         return model.train()
     config = transformers.AutoConfig.for_model(document.pop("model_type"), **document)
-    made: nn.Module = kind(config)
-    return made
+    built: nn.Module = kind(config)
+    return built

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.config.fields import T5_END, T5_PAD
 from phalanx.zoo.models.bert import Bert, BertConfig
 from phalanx.zoo.models.hf.mapping import ConfigName, HFMapping, TensorRule, needed, read, require, transposed, written
 from phalanx.zoo.models.t5 import T5, T5Config
+from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 
 _ARCHITECTURES = {
     "mlm": "BertForMaskedLM",
@@ -172,10 +172,10 @@ def _t5_rules(config: T5Config) -> list[TensorRule]:
         rules.append(TensorRule(f"{stack}.bias.weight", table, transposed, transposed))
         rules.append(TensorRule(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight"))
         for number, (ours, theirs, names) in enumerate(parts):
-            place = f"{stack}.block.#.layer.{number}"
-            rules.append(TensorRule(f"{stack}.layers.#.{ours}_norm.weight", f"{place}.layer_norm.weight"))
+            prefix = f"{stack}.block.#.layer.{number}"
+            rules.append(TensorRule(f"{stack}.layers.#.{ours}_norm.weight", f"{prefix}.layer_norm.weight"))
             rules += [
-                TensorRule(f"{stack}.layers.#.{ours}.{name}.weight", f"{place}.{theirs}.{other}.weight")
+                TensorRule(f"{stack}.layers.#.{ours}.{name}.weight", f"{prefix}.{theirs}.{other}.weight")
                 for name, other in names.items()
             ]
     return rules

@@ -21,8 +21,8 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 
 def end_tokens_of(settings: Mapping[str, Any]) -> frozenset[int]:
     """Return the end tokens that config.json or generation_config.json names: a number, a list, or none."""
-    given = settings.get("eos_token_id")
-    return frozenset(token for token in (given if isinstance(given, list) else [given]) if isinstance(token, int))
+    tokens = settings.get("eos_token_id")
+    return frozenset(token for token in (tokens if isinstance(tokens, list) else [tokens]) if isinstance(token, int))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -47,11 +47,11 @@ def find_tensors(folder: Path) -> dict[str, Path]:
         with _opened(single) as file:
             return dict.fromkeys(file.keys(), single)
     if (index := folder / INDEX).exists():
-        found = {name: folder / Path(file).name for name, file in read_json(index).get("weight_map", {}).items()}
-        for shard in sorted(set(found.values())):
+        files = {name: folder / Path(file).name for name, file in read_json(index).get("weight_map", {}).items()}
+        for shard in sorted(set(files.values())):
             if not shard.exists():
                 raise CheckpointError(f"'{shard}' is missing: {INDEX} names it.")
-        return found
+        return files
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     because = f" There is {pickled[0]}, but pickle files are not read: they can run code." if pickled else ""
     raise CheckpointError(

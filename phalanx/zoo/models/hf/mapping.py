@@ -70,13 +70,13 @@ class HFMapping:
                 yield TensorRule(ours, theirs, rule.export, rule.load)
 
 
-def require(config: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]]) -> None:
+def require(config: Mapping[str, Any], required: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise for a value in a config under which the model would compute something else."""
-    for key, allowed in wanted.items():
+    for key, allowed in required.items():
         if (value := config.get(key, allowed[0])) not in allowed:
             raise ModelError(
                 f"config.json has {key}={value!r}, which this model does not compute.",
-                hint=f"Supported: {key} = {' or '.join(repr(each) for each in allowed)}.",
+                hint=f"Supported: {key} = {' or '.join(repr(option) for option in allowed)}.",
             )
 
 
@@ -241,9 +241,9 @@ def _llama_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
         },
     )
     theta, scaling = _rope_from_hf(config)
-    found = read(config, _LLAMA_NAMES)
-    found["kv_heads"] = found["kv_heads"] or heads
-    return LlamaConfig(**found, rope_theta=theta, rope_scaling=scaling)
+    fields = read(config, _LLAMA_NAMES)
+    fields["kv_heads"] = fields["kv_heads"] or heads
+    return LlamaConfig(**fields, rope_theta=theta, rope_scaling=scaling)
 
 
 def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:

@@ -123,20 +123,20 @@ def _add_output(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Te
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Let a model compute as it did before it had adapters, inside the context."""
-    found = adapters(model).values()
+    modules = adapters(model).values()
     try:
-        for adapter in found:
+        for adapter in modules:
             adapter.off = True
         yield
     finally:
-        for adapter in found:
+        for adapter in modules:
             adapter.off = False
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
     """Return the adapters by the names of their layers."""
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, Adapter))
-    return {name.removesuffix(".lora"): module for name, module in found}
+    pairs = ((name, module) for name, module in model.named_modules() if isinstance(module, Adapter))
+    return {name.removesuffix(".lora"): module for name, module in pairs}
 
 
 def merge_lora(model: Model) -> Model:
@@ -182,7 +182,7 @@ def _add_to_weight(layer: Any, adapter: Adapter, sign: float) -> None:
 
 def _refuse_shared(model: nn.Module, layer: str) -> None:
     weight: Any = model.get_submodule(layer).weight
-    names = [name for name, each in model.named_parameters(remove_duplicate=False) if each is weight]
+    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
     if len(names) > 1:
         raise UsageError(
             f"the adapter of '{layer}' cannot be merged: {' and '.join(names)} are one tensor, and all would change",
@@ -215,12 +215,12 @@ def target_layers(model: nn.Module, targets: str | Iterable[str] | None) -> list
     chosen: set[str] = set()
     for pattern in patterns:
         if "*" in pattern:
-            found = fnmatch.filter(layers, pattern)
+            matches = fnmatch.filter(layers, pattern)
         else:
-            found = [name for name in layers if f".{name}".endswith(f".{pattern}")]
-        if not found:
+            matches = [name for name in layers if f".{name}".endswith(f".{pattern}")]
+        if not matches:
             raise _no_such_layer(model, pattern, layers)
-        chosen.update(found)
+        chosen.update(matches)
     return [name for name in layers if name in chosen]
 
 
@@ -243,11 +243,11 @@ def _attention_layers(model: nn.Module, layers: list[str]) -> list[str]:
         above = [".".join(parts[:depth]) for depth in range(1, len(parts))]
         return any(word in path.lower() or word in classes[path] for path in above for word in ("attention", "attn"))
 
-    found = [name for name in layers if is_attention(name)]
-    if not found:
+    names = [name for name in layers if is_attention(name)]
+    if not names:
         last_parts = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers)) or "there are none"
         raise UsageError(
             f"lora: {type(model).__name__} has no attention whose linear layers could have adapters",
             hint=f"Name the layers: lora_targets='...'. Its linear layers end in: {last_parts}.",
         )
-    return found
+    return names

@@ -38,12 +38,12 @@ _NOT_READ = (
 
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write a model's adapters as PEFT does. With a model that is sharded over ranks, all ranks must call this."""
-    found = adapters(model)
-    if not found:
+    by_layer = adapters(model)
+    if not by_layer:
         raise ModelError(f"{type(model).__name__} has no adapters to save.", hint="phalanx.lora(model) gives it some.")
     tensors = {
         f"{_PREFIX}{layer}{suffix}": _whole(getattr(adapter, side))
-        for layer, adapter in found.items()
+        for layer, adapter in by_layer.items()
         for side, suffix in _SUFFIXES.items()
     }
     if dist.is_initialized() and dist.get_rank() != 0:
@@ -52,7 +52,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path / f".{WEIGHTS}", {"format": "pt"})
-        (path / f".{CONFIG}").write_text(json.dumps(_config(model, found), indent=2) + "\n", encoding="utf-8")
+        (path / f".{CONFIG}").write_text(json.dumps(_config(model, by_layer), indent=2) + "\n", encoding="utf-8")
         for name in (WEIGHTS, CONFIG):
             (path / f".{name}").replace(path / name)
     except (OSError, SafetensorError) as error:
@@ -87,11 +87,11 @@ def _whole(parameter: Any) -> Tensor:
     return tensor.cpu().contiguous()
 
 
-def _config(model: nn.Module, found: Mapping[str, Adapter]) -> dict[str, Any]:
-    first = next(iter(found.values()))
-    ranks = {layer: adapter.rank for layer, adapter in found.items()}
-    alphas = {layer: adapter.scale * adapter.rank for layer, adapter in found.items()}
-    alpha = alphas[next(iter(found))]
+def _config(model: nn.Module, by_layer: Mapping[str, Adapter]) -> dict[str, Any]:
+    first = next(iter(by_layer.values()))
+    ranks = {layer: adapter.rank for layer, adapter in by_layer.items()}
+    alphas = {layer: adapter.scale * adapter.rank for layer, adapter in by_layer.items()}
+    alpha = alphas[next(iter(by_layer))]
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -100,8 +100,8 @@ def _config(model: nn.Module, found: Mapping[str, Adapter]) -> dict[str, Any]:
         "r": first.rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": first.dropout.p,
-        "target_modules": _target_names(model, list(found)),
-        "fan_in_fan_out": is_transposed(model.get_submodule(next(iter(found)))),
+        "target_modules": _target_names(model, list(by_layer)),
+        "fan_in_fan_out": is_transposed(model.get_submodule(next(iter(by_layer)))),
         "bias": "none",
         "use_rslora": False,
         "rank_pattern": {re.escape(layer): rank for layer, rank in ranks.items() if rank != first.rank},

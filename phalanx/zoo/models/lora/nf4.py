@@ -103,9 +103,9 @@ class NF4Linear(nn.Module):
 
     def reset_adapter(self) -> None:
         """Draw a weight, for a model that was built on the meta device: its `init_weights` does not know bytes."""
-        held: Any = self.weight.detach()
-        held = held.to_local() if hasattr(held, "to_local") else held
-        held.copy_(quantise(_STD * torch.randn(len(held), self.in_features, device=held.device)))
+        weight: Any = self.weight.detach()
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        weight.copy_(quantise(_STD * torch.randn(len(weight), self.in_features, device=weight.device)))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -136,14 +136,14 @@ def quantise_base(model: nn.Module, blocks: Iterable[nn.Module]) -> int:
         if type(layer) is nn.Linear and owners[id(layer.weight)] == 1:
             quantise_layer(layer)
     let_fsdp_shard_bytes()
-    found = sum(isinstance(layer, NF4Linear) for layer in inside)
-    if not found:
+    count = sum(isinstance(layer, NF4Linear) for layer in inside)
+    if not count:
         raise UsageError(
             f"lora_base = 'nf4': the blocks of {type(model).__name__} have no linear layer to keep in 4 bits",
             hint="Blocks are several modules of one class in an nn.ModuleList or nn.Sequential, with nn.Linear in "
             "them. Leave lora_base out for other models.",
         )
-    return found
+    return count
 
 
 def restore_base(model: nn.Module) -> None:

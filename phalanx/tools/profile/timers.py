@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from phalanx.errors import UsageError, unknown_name
+from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.observe.format import table
 
 _END = object()
@@ -41,9 +41,9 @@ class PerformanceMonitor:
         self._wait()
         now = time.perf_counter()
         if name not in self._running:
-            known = sorted(self._running)
-            told = unknown_name("timer", name, known) if known else f"the timer {name!r} was not started"
-            raise UsageError(told, hint=f"Start it first: start_timer({name!r})")
+            running = sorted(self._running)
+            problem = unknown_name("timer", name, running) if running else f"the timer {name!r} was not started"
+            raise UsageError(problem, hint=f"Start it first: start_timer({name!r})")
         seconds = now - self._running.pop(name)
         self.timings.setdefault(name, []).append(seconds)
         return seconds
@@ -79,7 +79,7 @@ class PerformanceMonitor:
         return table(rows)
 
     def monitor_training(
-        self, trainer: Any, data_loader: Iterable[Any], num_steps: int = 100
+        self, trainer: object, data_loader: Iterable[Any], num_steps: int = 100
     ) -> dict[str, dict[str, float]]:
         """Run up to `num_steps` steps, measure data, step and total, and return the summary.
 
@@ -105,15 +105,15 @@ class PerformanceMonitor:
             torch.cuda.synchronize()
 
 
-def _step_of(trainer: Any) -> Callable[[Any], Any]:
+def _step_of(trainer: object) -> Callable[[Any], Any]:
     method = getattr(trainer, "train_step", None)
     if callable(method):
         return lambda batch: method(*batch) if isinstance(batch, (tuple, list)) else method(batch)
     if callable(trainer):
-        own: Callable[[Any], Any] = trainer
-        return own
+        function: Callable[[Any], Any] = trainer
+        return function
     raise UsageError(
-        f"monitor_training got a {type(trainer).__name__}, which has no train_step",
+        f"monitor_training got {a_type(trainer)}, which has no train_step",
         hint="Give an object with train_step(data, target), or a function of one batch. A trainer of Phalanx measures "
         "itself: fit(..., profile='steps=10:15').",
     )
