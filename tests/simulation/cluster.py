@@ -254,8 +254,13 @@ class Cluster:
 
     def _resize(self, fault: Fault) -> None:
         launcher = self.running(fault.machine)
-        if launcher is not None and launcher.node is not None and launcher.node.takes_requests:
-            launcher.guard(lambda: launcher.handle(protocol.Resized(fault.value)) and None)()
+
+        def ask() -> None:
+            if launcher is not None and launcher.node is not None and launcher.node.takes_requests:
+                launcher.handle(protocol.Resized(fault.value))
+
+        if launcher is not None:
+            launcher.guard(ask)()
 
     def _arrive(self, fault: Fault) -> None:
         self.start(self._machines)
