@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.membership import Ask, Membership, Quorum
+from phalanx.launch.membership import Ask, Membership
 from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.node import Node
 from phalanx.recovery.messages import LeftOut, LostRank, ViewChange
@@ -79,11 +79,6 @@ def newcomers_count_at_once(patch: Patch) -> None:
     patch.setattr(Membership, "new", property(lambda self: {}, lambda self, new: None), raising=False)
 
 
-def restart_needs_no_quorum(patch: Patch) -> None:
-    """Those that gather again begin when their ranks are enough, also if the others go on."""
-    patch.setattr(Quorum, "suffices", lambda self, present: True)
-
-
 def paused_node_is_not_told_that_it_was_lost(patch: Patch) -> None:
     """A node that stood still goes on following, gets no order, and leads when the others have ended."""
     send = ElasticGroup._send
@@ -123,7 +118,6 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     usage_error_of_another_node_is_tried_again,
     leader_shrinks_node_by_node,
     newcomers_count_at_once,
-    restart_needs_no_quorum,
     paused_node_is_not_told_that_it_was_lost,
     late_rank_joins_a_finished_group,
 )
