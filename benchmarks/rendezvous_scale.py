@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -63,8 +64,9 @@ class CountedNodes(NodeGroup):
     def _sign(self, prefix: str) -> Any:
         return Counting(super()._sign(prefix), self.calls)
 
-    def _open_mailbox(self, num_nodes: int, *, joins_late: bool = False) -> Any:
+    def _open_mailbox(self) -> Any:
         """Send no heartbeats: those of the machines that have joined would use the cores of those that have not."""
+        return SimpleNamespace(start=lambda: None)
 
 
 def join_phalanx(number: int, nodes: int, port: int, seconds: float) -> tuple[int, Any]:

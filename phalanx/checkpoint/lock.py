@@ -154,9 +154,13 @@ def is_under_way(directory: Path, run_id: str) -> bool:
 
 
 def remove_stale_locks(directory: Path) -> None:
-    """Remove the lock files of runs that ended without removing them."""
+    """Remove the lock files of runs that ended without removing them, and fences that no group has raised for a day."""
     for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
         _is_held(path, remove=True)
+    for path in directory.glob(f"{_PREFIX}*{_FENCE}"):
+        with suppress(OSError):  # another run removes it
+            if time.time() - path.stat().st_mtime > _SILENT_SECONDS:
+                path.unlink()
 
 
 def _is_held(path: Path, *, remove: bool = False) -> bool:

@@ -169,7 +169,7 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreed:
+class Agreement:
     """Tell the others that enough machines know a version of the list: now it counts."""
 
     version: int
@@ -183,7 +183,7 @@ class Stop:
     hint: str
 
 
-Action = Ask | Watch | Accuse | Lost | Agreed | Move | Stop
+Action = Ask | Watch | Accuse | Lost | Agreement | Move | Stop
 
 
 class Membership:
@@ -449,7 +449,7 @@ class Membership:
             knowing = {self.own, *(node for node, known in self._known.items() if known >= version)}
             if self._may_continue(knowing):
                 self.agree(version)
-                actions.append(Agreed(version))
+                actions.append(Agreement(version))
                 return
 
     def _answered(self, node: str, since: float) -> bool | None:
@@ -544,7 +544,7 @@ class Membership:
 
     def _left_out(self, node: str) -> Stop:
         if node == self._lost:
-            text = "lost contact with the machine that decided for so long that the others may be gone"
+            text = "lost contact with the machine that decided for too long; the others may have gone on or finished"
         else:
             host = self.nodes[node]["host"]
             text = f"lost contact with the machine that decided, and {host}, which may see it still, does not take over"

@@ -41,7 +41,7 @@ from phalanx.launch.mailbox import ALL, Mail, Mailbox
 from phalanx.launch.membership import (
     SUSPECT_SECONDS,
     Accuse,
-    Agreed,
+    Agreement,
     Ask,
     Entry,
     Heartbeats,
@@ -379,7 +379,7 @@ class NodeGroup:
                 self._neighbours.watch({node: tuple(members.nodes[node]["standby"]) for node in action.nodes})
             elif isinstance(action, Accuse):
                 self.post(LEADER, {"accused": dict(action.signs)})
-            elif isinstance(action, Agreed):
+            elif isinstance(action, Agreement):
                 self.post(ALL, {"agreed": action.version})
                 news.append({"agreed": action.version})
             elif isinstance(action, Lost):

@@ -52,6 +52,8 @@ class RankEnv:
     """Whether Phalanx's launcher started the rank and reads its events and error record."""
     launch_id: str = ""
     """An id that the attempts of one launch share; empty where the starter restarts nothing."""
+    launchers: int = 1
+    """How many launchers there were at the beginning, one per node."""
     term: int = 0
     """How often another launcher has taken over."""
     generation: int = 0
@@ -65,8 +67,8 @@ class RankEnv:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The order of the groups of a launch: attempt, term and generation; empty if the starter restarts nothing."""
-        return (self.attempt, self.term, self.generation) if self.supervised else ()
+        """The order of the groups of a launch: attempt, term and generation; empty if no other launcher takes over."""
+        return (self.attempt, self.term, self.generation) if self.supervised and self.launchers > 1 else ()
 
     @property
     def on_one_node(self) -> bool:
@@ -199,6 +201,7 @@ def _attempt(env: Mapping[str, str]) -> dict[str, Any]:
         "max_restarts": _integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
         "supervised": _SUPERVISED in env,
         "launch_id": _launch_id(env),
+        "launchers": _integer(env, "GROUP_WORLD_SIZE", 1),
         "term": _integer(env, "PHALANX_TERM", 0),
         "generation": _integer(env, "PHALANX_GENERATION", 0),
         "failures": _integer(env, "PHALANX_FAILURES", _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),

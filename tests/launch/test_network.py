@@ -11,7 +11,7 @@ from test_starters import run_together, srun_environments
 
 from phalanx.errors import CommunicationError
 from phalanx.host.signed_store import VARIABLE, sign_store
-from phalanx.launch.mailbox import Heartbeats
+from phalanx.launch.membership import Heartbeats
 
 HALF_A_REQUEST = """
 import os, socket, time
@@ -75,14 +75,11 @@ def test_a_value_that_no_rank_has_signed_is_refused():
 
 
 def test_a_node_without_a_changed_counter_falls_silent():
-    now = [0.0]
-    beats = Heartbeats(lambda: now[0])
-    beats.watch(["1", "2"])
-    beats.take({"1": 1, "2": 1})
-    now[0] = 4.0
-    beats.watch(["1", "2", "3"])
-    beats.take({"1": 2, "2": 1, "3": 1, "4": 1})
-    assert beats.silent(5.0) == []
-    now[0] = 6.0
-    beats.take({"1": 3, "2": 1, "3": 2})
-    assert beats.silent(5.0) == ["2"]
+    beats = Heartbeats()
+    beats.watch(["1", "2"], 0.0)
+    beats.take({"1": 1, "2": 1}, 0.0)
+    beats.watch(["1", "2", "3"], 4.0)
+    beats.take({"1": 2, "2": 1, "3": 1, "4": 1}, 4.0)
+    assert beats.silent(5.0, 4.0) == []
+    beats.take({"1": 3, "2": 1, "3": 2}, 6.0)
+    assert beats.silent(5.0, 6.0) == ["2"]

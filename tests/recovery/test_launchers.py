@@ -354,7 +354,7 @@ def test_requests_are_no_failures_of_the_run(monkeypatch):
         monkeypatch.setenv(name, value)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
-    names = ("ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "PHALANX_GENERATION", "PHALANX_FAILURES")
+    names = ("ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "PHALANX_GENERATION", "PHALANX_TERM", "PHALANX_FAILURES")
     for name in names:
         monkeypatch.setenv(name, "0")
     monkeypatch.delenv("PHALANX_FAILURES")

@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument(
         "--shrink", action="store_true", help="look for the shortest history that fails in the same way"
     )
-    parser.add_argument("--ranks", action="store_true", help="print what ranks say and are told, too")
+    parser.add_argument("--ranks", action="store_true", help="print the messages of ranks and their orders, too")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     arguments = parser.parse_args()
     if arguments.seed is not None:

@@ -36,7 +36,7 @@ class Cluster:
     """All machines of a job."""
 
     def __init__(self, plan: Plan, *, detailed: bool = False) -> None:
-        """`detailed`: whether the history has what ranks say and are told."""
+        """`detailed`: whether the history has the messages of ranks and their orders."""
         self.detailed = detailed
         self.plan = plan
         self.rng = random.Random(plan.seed ^ 0x5EED)

@@ -317,7 +317,7 @@ class Launcher:
     def _look_for_signpost(self) -> bool:
         if self.store is None or self.store.moved is None or self.store is not self.cluster.endpoint_store():
             return False
-        self.note(f"is told that the run goes on at machine{self.store.moved.owner.machine}")
+        self.note(f"hears that the run goes on at machine{self.store.moved.owner.machine}")
         self.store, self.leads, self.round = self.store.moved, False, -1
         self._gather()
         return True
@@ -544,7 +544,7 @@ class Launcher:
             self._ask(action.nodes)
         elif isinstance(action, membership.Accuse):
             self._mail("leader", {"accused": dict(action.signs)})
-        elif isinstance(action, membership.Agreed):
+        elif isinstance(action, membership.Agreement):
             self._mail("all", {"agreed": action.version})
             self.handle(protocol.Agreed(action.version))
         elif isinstance(action, membership.Lost):

@@ -51,7 +51,7 @@ def cut_off_node_leads_after_the_end(patch: Patch) -> None:
 
 
 def first_node_begins_a_second_run(patch: Patch) -> None:
-    """Nobody says at the endpoint that the run goes on elsewhere."""
+    """No node says at the endpoint that the run goes on elsewhere."""
     patch.setattr(Membership, "leaves_signpost", property(lambda self: False))
 
 

@@ -58,7 +58,7 @@ class Rank:
 
     def on_order(self, order: Wire) -> None:
         """Obey the launcher."""
-        self.note(f"is told {order}")
+        self.note(f"gets {order}")
         if not self.alive:
             return
         if isinstance(order, Abort):
@@ -251,7 +251,7 @@ class RankGroup:
             rank._ready(why)
 
     def on_left(self, rank: Rank) -> None:
-        """Note a rank that was told to leave."""
+        """Note a rank that leaves."""
         self.broken = True
 
     def forget(self, rank: Rank) -> None:
@@ -260,7 +260,7 @@ class RankGroup:
 
     def on_death(self, rank: Rank) -> None:
         """Let the others notice a lost rank, if the connections say so; some may have the step that it had."""
-        if self.broken:  # the others have been told
+        if self.broken:  # the others know
             return
         finished = self.step >= self.cluster.plan.steps
         self.broken = self.broken or not finished

@@ -344,7 +344,8 @@ class ElasticGroup:
         `replaceable`: not if a node was lost.
         """
         for rank in ended:
-            self.steps.pop(rank.key, None)
+            if self.steps.pop(rank.key, None) is not None and rank.key in self._keys:
+                self._unready.add(rank.key)  # it stays a member if the run does not go on
             rank.code = -1 if rank.code is None else rank.code
         lost = [rank for rank in ended if rank.key in self._keys]
         fails = [not self._lose_new(rank, how) for rank in ended if rank.key not in self._keys]
