@@ -24,6 +24,8 @@ from phalanx.launch.forkserver.preload import PRELOAD
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytest_plugins = ("broken_workers",)
+
 _ROOT = Path(__file__).resolve().parents[1]
 _SHARED_MEMORY = Path("/dev/shm")
 _SET_BY_OTHERS = {
