@@ -44,7 +44,7 @@ _THREADS_OF_OTHERS = ("tqdm_monitor", "Dummy-", "Mlflow", "fsspecIO", "asyncio_"
 """A compiler's progress bar, threads of its C++ that called into Python, MLflow's pool, fsspec's event loop."""
 _CACHES = ("torchinductor_", "__pycache__")
 """torch makes its cache directory once, when its compiler is imported; TensorFlow imports code that it writes there."""
-_PATIENCE_SECONDS = 1.0
+_PATIENCE_SECONDS = 10.0
 
 
 _SLOW_FIRST = ("engines", "faults", "launch", "run", "journeys", "docs", "cli", "tools", "parity")
