@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import pytest
 
-# Before these CPython counts the depth of the syntax trees of all threads in one place, so that a failure cannot be
-# formatted while another thread parses (python/cpython#106905): "SystemError: AST constructor recursion depth mismatch".
+# Before these CPython counts the depth of the syntax trees of all threads in one place (python/cpython#106905): a
+# failure that is formatted while another thread parses is a "SystemError: AST constructor recursion depth mismatch".
 _COUNTS_PER_CALL = {(3, 11): 8, (3, 12): 2}
 
 

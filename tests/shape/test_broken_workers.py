@@ -35,9 +35,22 @@ TESTS = """
 def test_what_breaks_a_worker_is_a_failure_and_the_other_tests_run(tmp_path):
     write_script(tmp_path / "conftest.py", BREAKS)
     write_script(tmp_path / "test_some.py", TESTS)
-    words = [sys.executable, "-m", "pytest", "-p", "broken_workers", "-p", "no:cacheprovider", "-n", "1", "-rf", "--basetemp=own"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "broken_workers",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "1",
+        "-rf",
+        "--basetemp=own",
+    ]
     environment = clean_environment(PYTHONPATH=str(ROOT / "tests/helpers"))
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-m", "pytest", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "3 failed, 1 passed" in done.stdout, done.stdout
     assert "crashed while running 'test_some.py::test_cannot_be_formatted'" in done.stdout

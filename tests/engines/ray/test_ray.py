@@ -18,10 +18,7 @@ import pytest
 import torch
 from command import COMMAND, ROOT, Answer, finish, write_script
 from long_proofs import ALL, long_proof
-
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
-
-from ray._private.ray_logging import LogDeduplicator
+from packages import require
 from ray_cluster_hosts import TwoMachines, in_a_namespace_of_its_own, ray_environment, silent_port, why_no_namespaces
 
 from phalanx import DistributedConfig
@@ -36,6 +33,8 @@ from phalanx.engines.ray.trainer import split_hyperparameters
 from phalanx.engines.ray.worker import made_next_to
 from phalanx.errors import UsageError
 from phalanx.world.mesh import plan_layout
+
+require("ray", "Ray is not installed: pip install 'phalanx[ray]'")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -412,6 +411,8 @@ def test_a_second_local_ray_starts_when_the_processes_of_the_first_have_ended(mo
 
 
 def test_deaths_of_workers_are_reported_once_and_not_by_ray_too():
+    from ray._private.ray_logging import LogDeduplicator
+
     skip = cluster._QUIET["RAY_DEDUP_LOGS_SKIP_REGEX"]
     told = ["A worker died or was killed while executing a task by an unexpected system error.", "memory is short"]
     batches = LogDeduplicator(5, None, skip).deduplicate({"lines": told, "pid": "raylet", "is_err": False})
