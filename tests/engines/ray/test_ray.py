@@ -259,11 +259,12 @@ def test_fsdp_times_tensor_parallel_on_rays_workers_trains_what_it_trains_withou
         ("ray://127.0.0.1:9", "no Ray answers at ray://127.0.0.1:9"),
     ],
 )
-def test_a_wrong_address_is_refused_at_once(address, words):
+def test_a_wrong_address_is_refused_at_once(monkeypatch, address, words):
+    monkeypatch.setattr(ray_cluster, "PROBE_SECONDS", 240.0)
     began = time.monotonic()
     with pytest.raises(UsageError, match=words):
         check_address(address)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 120, "not after the whole time of a probe"
 
 
 def test_auto_means_what_ray_start_started_here_and_no_other(monkeypatch, tmp_path):
@@ -303,12 +304,13 @@ def grpc_server(answer: Callable[[Any], Any] | None = None) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("scheme", "what"), [("ray://", "Ray's client server"), ("", "the head of a Ray cluster")])
-def test_a_grpc_server_that_is_not_ray_is_refused_at_once(scheme, what):
+def test_a_grpc_server_that_is_not_ray_is_refused_at_once(monkeypatch, scheme, what):
+    monkeypatch.setattr(ray_cluster, "PROBE_SECONDS", 240.0)
     with grpc_server() as address:
         began = time.monotonic()
         with pytest.raises(UsageError, match=f"speaks gRPC, but is not {what}"):
             check_address(scheme + address)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 120, "not after the whole time of a probe"
 
 
 def test_a_proxy_in_the_environment_is_not_between_us_and_a_head(monkeypatch):
