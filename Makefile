@@ -14,7 +14,7 @@ test test-all: export OMP_WAIT_POLICY = PASSIVE
 # Tests start hundreds of Python processes: without bytecode on the disk each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test test-all test-torch test-newest lint format docs dist bench horovod clean
+.PHONY: help setup train test test-all simulate test-torch test-newest lint format docs dist bench horovod clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ test: $(VENV)/.test ## run the whole suite, in JOBS processes
 
 test-all: $(VENV)/.test ## the suite with the proofs that take long: three quarters of an hour on two cores
 	PHALANX_ALL_TESTS=1 $(PYTEST)
+
+simulate: $(VENV)/.test ## run SEEDS (100,000) histories of simulated launchers with faults: most of an hour
+	$(BIN)/python -m tests.simulation --seeds 0 $(or $(SEEDS),100000)
 
 test-torch: ## use Phalanx with the newest torch of the index and the oldest allowed, without constraints (VERSIONS="2.13.0 ...")
 	$(PYTHON) tools/try_versions.py torch $(VERSIONS)

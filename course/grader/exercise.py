@@ -47,6 +47,8 @@ class Exercise:
     """Raises Mistake."""
     forbidden: tuple[str, ...] = ()
     """Dotted names that the answer must not use."""
+    programs: bool = False
+    """Whether the answer may start other programs; it is about them, or what it uses does."""
     limit: float = LIMIT_SECONDS
     """Grading takes no longer; more than usual for answers that run in an engine with a start of its own."""
 
@@ -97,6 +99,7 @@ class Attempt:
             expect_failure,
             self.exercise.forbidden,
             variables or {},
+            self.exercise.programs,
         )
         try:
             answers = run_ranks(order, self.folder, self.watch)
@@ -104,7 +107,7 @@ class Attempt:
             return answers
         except RunFailed as failure:
             self.printed = [log.read_text(errors="replace")[-4096:] for log in newest_logs(self.folder)]
-            hint = first_hint(self.answer, self.exercise.name) if failure.unwritten else ""
+            hint = first_hint(self.exercise.name) if failure.unwritten else ""
             raise Mistake(f"{failure}. {hint}".strip()) from failure
 
     def call(

@@ -17,6 +17,8 @@ _OTHER_WAYS = (
     *("torch.ops._c10d_functional", "torch.ops.c10d"),
 )
 """Collectives that do not pass through the process group's methods."""
+_STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
+"""What Python calls the start of another program; a fork of this process keeps its refusals."""
 _HIDDEN = (
     *(COURSE / "solutions", COURSE / "grader" / "checks"),
     *(folder for name in ("solution", "example") for folder in sorted((COURSE / "module-202").rglob(name))),
@@ -28,7 +30,7 @@ class Refused(ImportError):
 
 
 class RefusedFile(PermissionError):
-    """An answer wanted to read a file that it must not have."""
+    """An answer wanted to read a file that it must not have, or to start a program, which could."""
 
 
 def uses(tree: ast.Module, target: str, forbidden: Iterable[str]) -> tuple[int, str] | None:
@@ -102,13 +104,18 @@ def _names_of(node: ast.AST, names: dict[str, str]) -> Iterable[str]:
             yield ".".join([names[inner.id], *parts])
 
 
-def protect(answer: Path, forbidden: Iterable[str]) -> None:
-    """Refuse, in this process and for good, to import phalanx or to read the solutions and the graders."""
+def protect(answer: Path, forbidden: Iterable[str], programs: bool) -> None:
+    """Refuse, in this process and for good, to import phalanx and to read the solutions and the graders.
+
+    Unless the answer may start programs, these are refused, too: what a program reads is not seen here.
+    """
     hidden = [str(folder) for folder in _HIDDEN if not answer.is_relative_to(folder)]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "import" and str(arguments[0]).partition(".")[0] == "phalanx":
             raise Refused("phalanx is not for the answers of the course: write it with torch")
+        if event in _STARTS and not programs:
+            raise RefusedFile("an answer starts no other programs: write it in Python")
         if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
             name = os.path.realpath(os.fsdecode(arguments[0]))
             if any(name.startswith(folder + os.sep) for folder in hidden):

@@ -97,7 +97,7 @@ def _work(spec: dict[str, Any], recorder: Recorder) -> dict[str, Any]:
     recorder.forbidden = frozenset(
         name.rpartition(".")[2] for name in spec["forbidden"] if name.startswith("torch.distributed.")
     )
-    protect(Path(spec["answer"]), spec["forbidden"])
+    protect(Path(spec["answer"]), spec["forbidden"], spec["programs"])
     module = load(Path(spec["answer"]))
     if isinstance(spec["kill"], (int, float)):
         threading.Thread(target=_kill_after, args=(spec["kill"],), daemon=True).start()

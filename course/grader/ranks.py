@@ -82,6 +82,8 @@ class Order:
     forbidden: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     """The environment of the ranks has these from before the learner's file is loaded."""
+    programs: bool = False
+    """Whether the learner's file may start other programs."""
 
 
 Watch = Callable[[list[dict[str, Any]]], None]
@@ -138,6 +140,7 @@ def _specs(order: Order, place: Path, began: float) -> list[dict[str, Any]]:
         "timeout": order.timeout,
         "forbidden": order.forbidden,
         "variables": dict(order.variables),
+        "programs": order.programs,
         "paths": sys.path,
         "began": began,
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grader.catalog import COURSE, PHASES, Phase
 from grader.exercise import Exercise, Result, grade
+from grader.hints import hints
 from grader.progress import names, note_progress, read_progress, table
 from grader.ranks import Watch
 
@@ -82,9 +83,17 @@ def main(number: int, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("exercises", nargs="*", help="names of exercises [all of the phase]")
     parser.add_argument("--folder", type=Path, default=COURSE, help=f"where {phase.folder} is [{COURSE}]")
     parser.add_argument("--seed", type=int, help="repeat a result with the seed that was printed [a fresh one]")
+    parser.add_argument("--hint", type=int, choices=(1, 2, 3), help="show this hint of the exercises, grade nothing")
     words = parser.parse_args(arguments)
     if not words.folder.is_dir():
         parser.error(f"--folder {words.folder} is not a folder")
+    if words.hint:
+        if not words.exercises:
+            parser.error("--hint needs the name of an exercise")
+        for exercise in chosen(phase, words.exercises):
+            text = f"{exercise.name}, hint {words.hint}: {hints(exercise.name)[words.hint - 1]}"
+            print(textwrap.fill(text, _WIDTH, subsequent_indent="    "))
+        return 0
     results = grade_all(
         chosen(phase, words.exercises),
         words.folder.resolve(),

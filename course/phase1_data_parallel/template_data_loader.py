@@ -30,13 +30,7 @@ def shard_indices(
     So each rank returns the same number of indices, and each sample is read at least once per epoch.
     """
     # TODO shard-indices: compute the order, pad it, and return the part of this rank.
-    #   Hint 1: no rank knows what another one draws. What must be equal on all ranks so that they draw the same
-    #   permutation?
-    #   Hint 2: torch.randperm takes a generator, and torch.Generator().manual_seed(number) makes one that is
-    #   independent of the random state of the process. Make the number from seed and epoch, not from rank.
-    #   Hint 3: build the order of all samples first. Find how many each rank gets: size / world, rounded up. Take
-    #   that many times world positions, modulo size, from the order. Then take every world-th entry, beginning at
-    #   rank.
+    #   Hints, one at a time: phalanx learn hint shard-indices
     raise NotImplementedError("shard_indices")
 
 
@@ -62,11 +56,7 @@ def shard_batches(order: Sequence[int], rank: int, world: int, *, global_batch: 
     weight * (mean loss of the rank) is the mean loss of the global batch.
     """
     # TODO shard-batches: cut the order into global batches, and each global batch into the parts of the ranks.
-    #   Hint 1: how many global batches are there, if the last one may be short? Does that number depend on the rank?
-    #   Hint 2: loop over the starts 0, global_batch, 2 * global_batch, ... and slice. A slice that is longer than the
-    #   rest is cut by Python. The number of samples for the weight is the length of this slice.
-    #   Hint 3: for n samples, rank r can take the positions from n * r // world to n * (r + 1) // world: these parts
-    #   touch each other, cover everything and differ by one at most. Append a Batch also if the part is empty.
+    #   Hints, one at a time: phalanx learn hint shard-batches
     raise NotImplementedError("shard_batches")
 
 
@@ -92,14 +82,7 @@ class BackgroundLoader:
     def __iter__(self) -> Iterator[Tensor]:
         """Yield the loaded batches in order."""
         # TODO load-in-background: load in a thread and hand the batches over in order.
-        #   Hint 1: which object passes values between threads, and what limits how many values wait in it?
-        #   Hint 2: a thread loads and puts into a queue.Queue; the generator takes and yields. Put the exception
-        #   object in the queue if load raises, and a mark at the end. A generator that is left early runs its
-        #   `finally` block.
-        #   Hint 3: before each load the thread waits for a free place (a semaphore with depth places), and looks at a
-        #   threading.Event each time before it continues. The generator frees a place for each
-        #   batch that it takes; in `finally` it sets the event, frees one place so that a waiting thread wakes up,
-        #   and joins.
+        #   Hints, one at a time: phalanx learn hint load-in-background
         raise NotImplementedError("BackgroundLoader")
 
 

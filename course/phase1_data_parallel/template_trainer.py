@@ -24,12 +24,7 @@ def broadcast_model(model: nn.Module) -> None:
     optimizer that was made before still updates them. Nothing changes on rank 0, no gradient is recorded.
     """
     # TODO broadcast-model: send every tensor of rank 0's model to all ranks.
-    #   Hint 1: which tensors does a model hold beside its weights? Look at a BatchNorm layer.
-    #   Hint 2: dist.broadcast(tensor, src=0) is called by all ranks, in the same order, and writes into the tensor.
-    #   model.parameters() and model.buffers() list the tensors; state_dict() leaves out buffers with
-    #   persistent=False.
-    #   Hint 3: go over the parameters, then over the buffers, on every rank alike. For each, broadcast the tensor
-    #   without its gradient history (detach() shares the memory), from rank 0.
+    #   Hints, one at a time: phalanx learn hint broadcast-model
     raise NotImplementedError("broadcast_model")
 
 
@@ -41,12 +36,7 @@ def average_gradients(model: nn.Module) -> None:
     gradient. Parameters with requires_grad=False are left alone and cause no communication.
     """
     # TODO average-gradients: sum each gradient over the ranks and divide it.
-    #   Hint 1: all ranks have to make the same calls. What happens if rank 1 skips a parameter, and the others do
-    #   not?
-    #   Hint 2: dist.all_reduce(tensor) sums in place on all ranks. A rank that has no gradient brings zeros:
-    #   torch.zeros_like(param). requires_grad is equal on all ranks; `grad is None` is not.
-    #   Hint 3: for each parameter that requires a gradient: if its grad is None, set it to zeros. All-reduce the
-    #   grad. Divide it in place by the number of ranks.
+    #   Hints, one at a time: phalanx learn hint average-gradients
     raise NotImplementedError("average_gradients")
 
 
@@ -68,14 +58,7 @@ def train(
     """
     # TODO synchronous-loop: write the loop: equal weights first, then forward, backward, average, update for each
     # batch.
-    #   Hint 1: the mean of the means is not the mean if the parts have different lengths. With which factor does each
-    #   rank's mean loss have to be multiplied?
-    #   Hint 2: all-reduce the number of samples of the step first. average_gradients divides by the number of ranks,
-    #   so the factor of a rank is samples of this rank / samples of all ranks * number of ranks. An empty part has no
-    #   loss, but its rank must take part in every collective call.
-    #   Hint 3: broadcast_model once. For each pair: all-reduce the count; clear the gradients; if the part is not
-    #   empty, multiply the loss by the factor, go backward, and keep loss * samples; average_gradients;
-    #   optimizer.step(); all-reduce the kept sum and divide it by the count for the list of losses.
+    #   Hints, one at a time: phalanx learn hint synchronous-loop
     raise NotImplementedError("train")
 
 
@@ -86,13 +69,7 @@ def root_all_reduce(tensor: Tensor) -> None:
     2 * (world - 1) messages in all, and rank 0 handles every one of them.
     """
     # TODO root-all-reduce: let rank 0 collect all tensors, add them and send the sum to the others.
-    #   Hint 1: what does rank 0 do, and what do all the others do? Write the two sides one below the other: each send
-    #   needs its recv.
-    #   Hint 2: rank 0: for each other rank dist.recv into a second tensor of the same shape, and add it to the own
-    #   one. Then dist.send the sum to each. The others: dist.send, then dist.recv.
-    #   Hint 3: rank 0 receives from 1, 2, ... in turn into a buffer made with torch.empty_like and adds in place;
-    #   after the last one it sends its tensor to 1, 2, ... in turn. Each other rank sends its tensor to 0 and then
-    #   receives into the same tensor.
+    #   Hints, one at a time: phalanx learn hint root-all-reduce
     raise NotImplementedError("root_all_reduce")
 
 
@@ -104,13 +81,7 @@ def exchange_all_reduce(tensor: Tensor) -> None:
     on the order, so every rank adds in the order of the ranks 0, 1, 2, ...
     """
     # TODO exchange-all-reduce: send the tensor to all other ranks, receive theirs, and add in the order of the ranks.
-    #   Hint 1: if every rank first sends and then receives, and a send waits for its receiver: which rank moves
-    #   first?
-    #   Hint 2: dist.isend and dist.irecv return at once with a request; wait() on every request before you use or
-    #   change the tensors. Each received tensor needs a buffer of its own.
-    #   Hint 3: make one buffer per rank and copy the own tensor into the own buffer. Start an isend of it to each
-    #   other rank and an irecv from each into its buffer. Wait for all. Set the tensor to zero and add the buffers 0,
-    #   1, 2, ...
+    #   Hints, one at a time: phalanx learn hint exchange-all-reduce
     raise NotImplementedError("exchange_all_reduce")
 
 
@@ -122,14 +93,7 @@ def tree_all_reduce(tensor: Tensor) -> None:
     Works for every number of ranks, also 3, 5, 6 or 7.
     """
     # TODO tree-all-reduce: add in pairs towards rank 0, then send the sum back along the same pairs.
-    #   Hint 1: draw 8 ranks. At distance 1 the odd ranks send to their left neighbours and are finished. Who is left,
-    #   and at which distance are their partners? Then take away ranks 5 to 7.
-    #   Hint 2: with distance = 1, 2, 4, ... < world: rank % (2 * distance) == distance means that this rank sends to
-    #   rank - distance. Otherwise it receives from rank + distance, if that rank exists. A rank that has sent stops
-    #   climbing.
-    #   Hint 3: collect the children (ranks it receives from, by distance) and the parent (rank it sends to; rank 0
-    #   has none). Receive from each child in order and add; send to the parent; receive the sum from the parent; send
-    #   it to the children, the most distant first.
+    #   Hints, one at a time: phalanx learn hint tree-all-reduce
     raise NotImplementedError("tree_all_reduce")
 
 
@@ -164,13 +128,7 @@ def measure_all_reduce(
     The seconds of one call are those of its slowest rank.
     """
     # TODO measure-all-reduce: time the calls, remove what does not belong to them, and fit a line.
-    #   Hint 1: a rank that comes early waits inside all_reduce for the late ones. How do you start the clock at the
-    #   same moment on all ranks?
-    #   Hint 2: dist.barrier() after prepare, then time.perf_counter() round the call. Drop the first sample of each
-    #   size. Per call take the maximum over ranks (all_reduce with ReduceOp.MAX), per size the median over the calls.
-    #   Hint 3: for each size repeats + 1 times: prepare, barrier, clock, all_reduce, clock. All-reduce the samples
-    #   without the first with MAX and take their median. statistics.linear_regression(sizes, medians) returns slope
-    #   and intercept: beta and alpha. sizes are bytes, not elements.
+    #   Hints, one at a time: phalanx learn hint measure-all-reduce
     raise NotImplementedError("measure_all_reduce")
 
 

@@ -31,12 +31,7 @@ def accumulate(
     """
     # TODO accumulate: go forward and backward for one micro-batch at a time, so that the sum of the gradients is
     # right.
-    #   Hint 1: backward() adds to .grad. By which factor is the loss of a micro-batch of 2 samples to be multiplied
-    #   if the whole batch has 10?
-    #   Hint 2: count all samples first. Clear the gradients once, before the loop. Call backward() inside the loop:
-    #   it frees the activations of this micro-batch.
-    #   Hint 3: total = samples of all micro-batches. For each: loss times its samples / total, backward, and add
-    #   loss.item() of the scaled loss to a float. Return the float.
+    #   Hints, one at a time: phalanx learn hint accumulate
     raise NotImplementedError("accumulate")
 
 
@@ -55,12 +50,7 @@ def accumulation_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_
     """
     # TODO accumulate-over-ranks: accumulate sums over the micro-batches, reduce once, divide by the tokens of all
     # ranks.
-    #   Hint 1: dividing by a number that you know only at the end is possible at the end. Which number is it?
-    #   Hint 2: go backward from the sums, without any division. Count the targets that are not IGNORED. Reduce the
-    #   loss sum and the count together, then each gradient once, and divide by the count of all ranks.
-    #   Hint 3: clear the gradients; in the loop: summed_token_loss, backward, add loss and tokens to a tensor of two
-    #   numbers. After the loop: all-reduce that tensor; for each parameter make a missing gradient zeros, all-reduce
-    #   it, divide it by the tokens; step; return loss sum / tokens.
+    #   Hints, one at a time: phalanx learn hint accumulate-over-ranks
     raise NotImplementedError("accumulation_step")
 
 
@@ -74,15 +64,7 @@ def recompute(block: nn.Module, inputs: Tensor) -> Tensor:
     The answer may use classes and functions beside this one; torch.utils.checkpoint is not allowed.
     """
     # TODO recompute: write a torch.autograd.Function that saves the inputs only, and call it here with apply.
-    #   Hint 1: inside forward() of an autograd.Function nothing is recorded. What must backward() do to get the
-    #   gradients of the block?
-    #   Hint 2: in forward save the inputs (ctx.save_for_backward) and torch.get_rng_state(). In backward:
-    #   torch.enable_grad(), inputs.detach().requires_grad_(), set the random state inside
-    #   torch.random.fork_rng(devices=[]), run the block, torch.autograd.grad.
-    #   Hint 3: autograd calls backward only if an argument of apply requires a gradient: pass params, the parameters
-    #   of the block that require one, to apply, too; torch.autograd.grad refuses frozen ones. Return one value per
-    #   argument of forward: None for the block, then the gradients of the inputs and of params, from one call of
-    #   torch.autograd.grad(outputs, [inputs, *params], grads, allow_unused=True).
+    #   Hints, one at a time: phalanx learn hint recompute
     raise NotImplementedError("recompute")
 
 
@@ -95,14 +77,7 @@ class LossScaler:
 
     def __init__(self, scale: float = 2.0**16, *, growth_interval: int = 2000) -> None:
         # TODO loss-scaling: scale the loss, and unscale, check, clip, update and adapt the scale in step().
-        #   Hint 1: one rank has an inf, the others do not. If only that rank skips its update, what about the weights
-        #   afterwards?
-        #   Hint 2: divide the gradients first: max_norm is a limit for true gradients. isfinite() finds inf and nan.
-        #   Agree with dist.all_reduce(flag, op=ReduceOp.MAX): every rank calls it in every step.
-        #   nn.utils.clip_grad_norm_ clips.
-        #   Hint 3: divide each gradient in place by the scale; flag = 1.0 if one is not finite; all-reduce the flag
-        #   with MAX; if it is set: halve the scale, count = 0, return False. Otherwise clip, optimizer.step(), count
-        #   up; at growth_interval double the scale and set the count to 0; return True.
+        #   Hints, one at a time: phalanx learn hint loss-scaling
         raise NotImplementedError("LossScaler")
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -132,14 +107,7 @@ class MasterWeights:
         self, parameters: Iterable[Tensor], make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]
     ) -> None:
         # TODO master-weights: keep float32 copies, update them, and round them into the model.
-        #   Hint 1: which of the two copies may be rounded after a step, and which must never be?
-        #   Hint 2: masters: detach().clone().float() of each parameter with requires_grad; the optimizer gets the
-        #   masters. In step() give each master the gradient of its parameter in float32, or None if there is none. A
-        #   checkpoint needs the masters: the model holds rounded values only.
-        #   Hint 3: step(): set the masters' grads, optimizer.step(), copy_ each master into its parameter under
-        #   torch.no_grad(). state_dict(): copies of the masters, and copy.deepcopy of the optimizer's state.
-        #   load_state_dict(): copy_ into the existing masters (the optimizer refers to them), load the optimizer, copy
-        #   the masters into the model.
+        #   Hints, one at a time: phalanx learn hint master-weights
         raise NotImplementedError("MasterWeights")
 
     def zero_grad(self) -> None:

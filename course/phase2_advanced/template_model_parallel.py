@@ -36,12 +36,7 @@ class SplitModel:
 
     def __init__(self, build: Callable[[int], nn.Module], count: int) -> None:
         # TODO split-model: build this rank's layers here, and write `step` below.
-        #   Hint 1: which tensor must travel from rank to rank in forward, and which one in backward?
-        #   Hint 2: count * rank // world is a good first layer. In step: receive, run the layers, send; then receive
-        #           the gradient of what you sent, run backward with it, and send the gradient of what you received.
-        #   Hint 3: a received tensor is a leaf without a history: call requires_grad_() on it before the layers run, so
-        #           that backward fills its .grad. outputs.backward(gradient) starts in the middle of the model. The
-        #           first rank receives no activations, the last rank starts backward at the loss.
+        #   Hints, one at a time: phalanx learn hint split-model
         raise NotImplementedError("SplitModel")
 
     def step(self, inputs: Tensor | None, targets: Tensor | None, shape: Sequence[int]) -> Tensor | None:
@@ -65,12 +60,7 @@ def pipeline_schedule(kind: str, stage: int, stages: int, micro_batches: int) ->
     Any other kind: ValueError. micro_batches may be smaller than stages.
     """
     # TODO pipeline-schedule: return the list of actions of this stage.
-    #   Hint 1: draw time from left to right for 3 stages and 4 micro-batches. When can the last stage run its first
-    #           backward? How many forwards has stage 0 run by then?
-    #   Hint 2: 1f1b has three parts: some forwards (warm-up), pairs of one forward and one backward, the remaining
-    #           backwards. Only the length of the warm-up depends on the stage.
-    #   Hint 3: stage s has stages - s - 1 stages behind it, and this is the length of its warm-up; no longer than
-    #           micro_batches. gpipe is the same list with a warm-up of all micro-batches.
+    #   Hints, one at a time: phalanx learn hint pipeline-schedule
     raise NotImplementedError("pipeline_schedule")
 
 
@@ -90,11 +80,7 @@ def run_pipeline(
     An activation is kept from its forward to its backward, not longer. Stages work at the same time.
     """
     # TODO run-pipeline: execute the actions one after the other.
-    #   Hint 1: what do you have to keep from a forward so that its backward can run later? Under which key?
-    #   Hint 2: keep (input, output) by the number of the micro-batch and remove the pair in backward. What happens when
-    #           stage 0 is inside send(activation) and stage 1 is inside send(gradient) at the same moment?
-    #   Hint 3: send with dist.isend and keep the returned works; wait for them at the end. The receives may block: they
-    #           are what orders the stages. Divide each loss by the number of micro-batches (half of the schedule).
+    #   Hints, one at a time: phalanx learn hint run-pipeline
     raise NotImplementedError("run_pipeline")
 
 
@@ -113,13 +99,7 @@ class ColumnRowLinear(nn.Module):
     def __init__(self, first: nn.Linear, second: nn.Linear) -> None:
         super().__init__()
         # TODO column-row-linear: make the four parameters here, and write `forward` below.
-        #   Hint 1: each rank's row layer gives a part of every output. What must happen to the parts? And in backward:
-        #           each rank knows only the part of the inputs' gradient that came through its block.
-        #   Hint 2: two torch.autograd.Functions: one before the column layer (forward: nothing, backward: all_reduce),
-        #           one after the row layer (forward: all_reduce, backward: nothing). Nothing between the two layers.
-        #   Hint 3: all_reduce changes its tensor in place, so give it a clone. The row bias is added after the sum:
-        #           added before it, it would count once per rank. GELU works on each hidden feature alone, so it needs
-        #           no message.
+        #   Hints, one at a time: phalanx learn hint column-row-linear
         raise NotImplementedError("ColumnRowLinear")
 
     def forward(self, inputs: Tensor) -> Tensor:

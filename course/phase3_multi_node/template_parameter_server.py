@@ -27,11 +27,7 @@ def train_sync(weights: Tensor, gradient: Gradient, steps: int, rate: float) -> 
     server: one pull before the first step, then one push and one pull per step. Only send, recv, isend, irecv.
     """
     # TODO server-sync: write the server's half and the worker's half.
-    #   Hint 1: what must a worker have before it can compute its first gradient?
-    #   Hint 2: worker: recv, then per step send and recv. Server: send to each worker; then per step recv from each
-    #           worker, one update, send to each worker.
-    #   Hint 3: no worker may pull before all have pushed, or it sees weights that lack a part of the sum. Divide by the
-    #           number of workers, which is one less than the number of ranks.
+    #   Hints, one at a time: phalanx learn hint server-sync
     raise NotImplementedError("train_sync")
 
 
@@ -44,10 +40,7 @@ def train_async(weights: Tensor, gradient: Gradient, steps: int, rate: float) ->
     Example: both workers pull; worker 1 pushes (staleness 0), pulls, pushes (0); worker 2 pushes: its staleness is 2.
     """
     # TODO server-async: write the server's half; the worker's half is that of train_sync.
-    #   Hint 1: recv(tensor, 1) waits for worker 1 even if worker 2 is ready. How can a server take what comes first?
-    #   Hint 2: dist.recv(tensor) without a source takes a message of any rank and returns the sender.
-    #   Hint 3: the number of updates so far is the version of the weights. Remember for each worker the version
-    #           that you sent it last; staleness is the version now (before this update) minus the remembered one.
+    #   Hints, one at a time: phalanx learn hint server-async
     raise NotImplementedError("train_async")
 
 
@@ -64,12 +57,7 @@ def train_bounded(
     Returns on the server the workers given up, in order; [] on a worker.
     """
     # TODO bounded-staleness: write the server's half; the worker's half is that of train_sync.
-    #   Hint 1: which call lets you wait for several workers and for a time limit at once? dist.recv knows no limit.
-    #   Hint 2: one thread per worker that receives its pushes and puts them into one queue.Queue; the server's loop
-    #           calls get(timeout=...). Daemon threads: one that waits for a silent worker ends with the process.
-    #   Hint 3: after each event: first give up workers that have been silent too long (only those that are not held
-    #           back and have steps left), then answer every held worker whose lead over the slowest remaining worker
-    #           is at most bound. A finished worker never holds others back, because its count is the highest possible.
+    #   Hints, one at a time: phalanx learn hint bounded-staleness
     raise NotImplementedError("train_bounded")
 
 
@@ -82,11 +70,7 @@ def balance_shards(tensors: Mapping[str, Tensor], servers: int, largest: int) ->
     The plan depends on names and sizes alone, not on the order of the mapping: ranks compute it without a message.
     """
     # TODO balance-shards: cut the large tensors, then distribute the pieces.
-    #   Hint 1: if the last piece to place is a large one, where can it go? In which order is it best to place them?
-    #   Hint 2: longest processing time first (Graham): sort by bytes, largest first, and give each piece to the server
-    #           with the smallest load so far. This is at most 4/3 - 1/(3 servers) of the best.
-    #   Hint 3: sort by (-bytes, name, first element), so that equal sizes have one order everywhere; among servers of
-    #           equal load take the first. Cut with bounds numel * i // count for i from 0 to count.
+    #   Hints, one at a time: phalanx learn hint balance-shards
     raise NotImplementedError("balance_shards")
 
 

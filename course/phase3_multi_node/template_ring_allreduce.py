@@ -37,13 +37,7 @@ def ring_reduce_scatter(flat: Tensor, ring: Sequence[int] | None = None) -> None
     next rank. Any size: also one that n does not divide, or smaller than n. Only send, recv, isend, irecv.
     """
     # TODO ring-reduce-scatter: n - 1 steps; in each one send a chunk to the next rank and add one from the previous.
-    #   Hint 1: the chunk that you received and added in one step is the one that you send in the next step. Which chunk
-    #           must you send in the first step, so that after n - 1 steps you have added chunk (p + 1) % n last?
-    #   Hint 2: in step s (from 0) send chunk (p - s) % n; add what comes to chunk (p - s - 1) % n. If every rank
-    #           first calls dist.send, which rank calls dist.recv?
-    #   Hint 3: start dist.isend of your chunk, receive with dist.recv into a new tensor of the size of the chunk that
-    #           it is added to, wait for the isend, add. (The other cure: even positions send first, odd ones receive
-    #           first.) Do not receive into the chunk itself: this would overwrite your part of the sum.
+    #   Hints, one at a time: phalanx learn hint ring-reduce-scatter
     raise NotImplementedError("ring_reduce_scatter")
 
 
@@ -54,10 +48,7 @@ def ring_all_gather(flat: Tensor, ring: Sequence[int] | None = None) -> None:
     ranks are the finished ones. n - 1 messages per rank, of one chunk each, all to the next rank.
     """
     # TODO ring-all-gather: n - 1 steps; in each one pass a finished chunk on to the next rank.
-    #   Hint 1: which chunk is finished on this rank before the first step, and which one after it?
-    #   Hint 2: in step s send chunk (p + 1 - s) % n and receive chunk (p - s) % n. Nothing is added any more.
-    #   Hint 3: here you can receive straight into the view of the chunk, as its old content has no use. Exchange as
-    #           in ring_reduce_scatter, so that the ring cannot block.
+    #   Hints, one at a time: phalanx learn hint ring-all-gather
     raise NotImplementedError("ring_all_gather")
 
 
@@ -68,10 +59,7 @@ def ring_all_reduce(tensor: Tensor, ring: Sequence[int] | None = None) -> None:
     Each rank sends 2 (n - 1) messages and about 2 (n - 1) / n of the tensor's bytes, in the tensor's own type.
     """
     # TODO ring-all-reduce: join the two halves.
-    #   Hint 1: the halves need a 1-D tensor. When is the flat form of a tensor a view of it, and when is it a copy?
-    #   Hint 2: make a contiguous flat tensor, call the two functions, and copy the result back with tensor.copy_().
-    #   Hint 3: tensor.contiguous().view(-1) is the tensor itself if it is contiguous, else a copy; copy_() of a tensor
-    #           onto itself changes nothing, so one path serves both. Hand `ring` on to both halves.
+    #   Hints, one at a time: phalanx learn hint ring-all-reduce
     raise NotImplementedError("ring_all_reduce")
 
 
@@ -86,11 +74,7 @@ class Buckets:
 
     def __init__(self, parameters: Sequence[nn.Parameter], limit: int) -> None:
         # TODO buckets: fill self.groups here, and write `flatten` and `unflatten` below.
-        #   Hint 1: go through the parameters from the last to the first. When does a new group begin?
-        #   Hint 2: bytes are numel() * element_size(). A new group begins when the sum would exceed the limit, or when
-        #           the dtype changes. The order inside a group is the order in which you met the parameters.
-        #   Hint 3: flatten: torch.cat of reshaped gradients, zeros for a missing one: another rank may have it, and
-        #           all ranks must send equally many bytes. unflatten: split by numel(), reshape, copy into .grad.
+        #   Hints, one at a time: phalanx learn hint buckets
         raise NotImplementedError("Buckets")
 
     def flatten(self, index: int) -> Tensor:
@@ -113,13 +97,7 @@ class OverlappedAverage:
 
     def __init__(self, buckets: Buckets) -> None:
         # TODO overlap: register the hooks here, and write `finish` below.
-        #   Hint 1: a hook sees one parameter. How do you know that it was the last one of its bucket? And what happens
-        #           if rank 0 starts bucket 0 first, while rank 1 starts bucket 1 first?
-        #   Hint 2: parameter.register_post_accumulate_grad_hook runs when .grad is ready. Count down per bucket. Start
-        #           bucket i only when buckets 0 to i - 1 are started: a collective meets the one with the same number.
-        #   Hint 3: keep (flat, work) of each started bucket in a list; its length is the next bucket's number. After
-        #           each hook start buckets as long as the next one is complete. finish(): start the rest, wait for
-        #           each work, divide by the number of ranks, unflatten, and reset the counts for the next step.
+        #   Hints, one at a time: phalanx learn hint overlap
         raise NotImplementedError("OverlappedAverage")
 
     def finish(self) -> None:
@@ -135,9 +113,7 @@ def ring_order(speed: Sequence[Sequence[float]]) -> list[int]:
     with the largest sum of link speeds; of those the first in the order of the lists. All ranks get the same result.
     """
     # TODO ring-order: choose the ring.
-    #   Hint 1: how many rings are there for 7 ranks, if rank 0 comes first? Is it too many to try them all?
-    #   Hint 2: itertools.permutations of the other ranks, in ascending order, gives the lists in order.
-    #   Hint 3: compare tuples (slowest link, sum of links) and replace the best only by a strictly larger one.
+    #   Hints, one at a time: phalanx learn hint ring-order
     raise NotImplementedError("ring_order")
 
 
@@ -149,11 +125,7 @@ def hierarchical_all_reduce(tensor: Tensor, hosts: Sequence[str]) -> None:
     all, h being the number of hosts, and only one rank per host sends or receives them.
     """
     # TODO hierarchical-all-reduce: sum inside each host, between the hosts, copy inside each host.
-    #   Hint 1: one rank per host, its leader, can speak for the host. What must it know before it does?
-    #   Hint 2: members send to their leader, which adds; the leaders sum among themselves; each leader sends the total
-    #           to its members. The lowest rank of each host is a leader that all ranks agree on.
-    #   Hint 3: ring_all_reduce(tensor, leaders) is the middle part, if your ring takes a list of ranks. A member needs
-    #           only one send and one recv, in this order.
+    #   Hints, one at a time: phalanx learn hint hierarchical-all-reduce
     raise NotImplementedError("hierarchical_all_reduce")
 
 

@@ -33,16 +33,11 @@ class CheckpointStore:
         """Write ``state`` as the checkpoint of ``step``, remove all but the newest ``keep``, return the new file.
 
         After a kill at any moment, load() finds the old or the new checkpoint, whole. The content is on the disk
-        (os.fsync) before it has the name of a checkpoint. ``step`` grows; with keep=2, the two newest steps stay.
+        (os.fsync) before it has the name of a checkpoint. ``step`` grows; with keep=2, the two newest steps stay. The
+        newest is the one of the largest step, whatever the times of the files. Files of others in the folder stay.
         """
         # TODO atomic-checkpoint: save so that a kill at any moment leaves the old or the new checkpoint whole.
-        #   Hint 1: When does a file with the name of a checkpoint first exist, and what is in it at that moment? What
-        #     does a process read that opens it half way?
-        #   Hint 2: Write under another name in the same folder, flush, os.fsync, then os.replace. Keep a checksum
-        #     (hashlib) of the content in the file. Remove old checkpoints last.
-        #   Hint 3: Serialise into memory, write checksum and content to a temporary file, bring it to the disk, rename
-        #     it to the name of its step. load() goes through the steps from the newest, as numbers, and returns the
-        #     first whose content has the checksum that stands with it.
+        #   Hints, one at a time: phalanx learn hint atomic-checkpoint
         raise NotImplementedError("CheckpointStore")
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
@@ -76,12 +71,7 @@ class TrainingState:
         The dict can be pickled. Calling it changes nothing in the training.
         """
         # TODO complete-state: return all that the next step depends on, as a snapshot; put it back in restore().
-        #   Hint 1: Go through one step in your mind. Which values does it read that an earlier step has changed?
-        #   Hint 2: Model, optimizer and scheduler have state_dict(). The generators of random, torch and numpy have a
-        #     state each. The data has an epoch and a position.
-        #   Hint 3: state_dict() returns the tensors that the next step will change in place: return a deep copy. The
-        #     optimizer's load_state_dict() keeps the tensors that it gets: give it a copy, too. Restore everything in
-        #     any order, but draw no random number after the random states are back.
+        #   Hints, one at a time: phalanx learn hint complete-state
         raise NotImplementedError("TrainingState")
 
     @staticmethod
@@ -107,13 +97,7 @@ class FailureDetector:
     def beat(self) -> None:
         """Show that this rank is alive; a thread calls it every fraction of a second."""
         # TODO detect-failure: write signs of life in beat() and progress(), and judge them in failures().
-        #   Hint 1: A rank that is dead writes nothing. A rank that hangs still has a thread that beats. A rank that
-        #     waits for a hung one does not get on either: what is the difference between these two?
-        #   Hint 2: Store.set(key, value) writes, Store.check([key]) says whether a key exists (Store.get would wait for
-        #     it). Give every rank keys of its own, and values that change with each call.
-        #   Hint 3: Clocks of machines differ, so never write a time. In failures(), remember for each key its last
-        #     value and when, by self.clock(), you first saw it. Compare these ages with dead_after (beats) and
-        #     hung_after (progress); a rank that waits is not hung.
+        #   Hints, one at a time: phalanx learn hint detect-failure
         raise NotImplementedError("FailureDetector")
 
     def progress(self, step: int, waiting: bool) -> None:
@@ -126,8 +110,8 @@ class FailureDetector:
 
         A rank that has not beaten for more than ``dead_after`` seconds is "dead"; one that never came is dead as long
         after this detector was made. A rank that beats but whose progress has not changed for more than ``hung_after``
-        seconds is "hung", unless it waits for others. A rank that works again is not named any more. Clocks of ranks
-        may differ.
+        seconds is "hung", unless it waits for others; one that has shown no progress yet counts from when this
+        detector was made. A rank that works again is not named any more. Clocks of ranks may differ.
         """
         # Part of TODO detect-failure.
         raise NotImplementedError("FailureDetector")
@@ -146,12 +130,7 @@ def supervise(
     used. ``sleep(seconds)`` is the only way to wait.
     """
     # TODO automatic-recovery: start the ranks, watch them, start all anew after a failure, and know when to stop.
-    #   Hint 1: After one rank has failed, what do the others do? What ends them?
-    #   Hint 2: Look at the exitcode of all ranks in turn with a short sleep() between: None runs, 0 is a good end, all
-    #     else is a failure, also negative numbers. kill() and then join() the rest before the next start.
-    #   Hint 3: Count failures from one checkpoint: 1 if last_step() has grown since this start, else one more than
-    #     before. At 3, or when max_restarts restarts are used, raise RuntimeError with rank and exit code. The pause is
-    #     backoff, doubled for each failure after the first from the same checkpoint.
+    #   Hints, one at a time: phalanx learn hint automatic-recovery
     raise NotImplementedError("supervise")
 
 
@@ -169,20 +148,14 @@ class ElasticTraining:
         together they are this batch: no sample is missing, none is in two shares.
         """
         # TODO elastic: divide each global batch over the ranks, make the step that one process would make, and join.
-        #   Hint 1: What must not depend on the number of ranks? Which samples are in the next step, and what divides
-        #     the sum of their losses?
-        #   Hint 2: share() cuts order[position : position + global_batch] into parts that differ by one sample at most.
-        #     In step(), sum the squared errors, divide by the size of the global batch, all_reduce the gradients (as a
-        #     sum).
-        #   Hint 3: The last batch is smaller, and a rank may get nothing: the sum over no samples is 0 and has
-        #     gradients of 0, so this rank calls the same collectives. join() sends the state dicts of model and
-        #     optimizer and the position from rank 0 (broadcast_object_list), and loads them.
+        #   Hints, one at a time: phalanx learn hint elastic
         raise NotImplementedError("ElasticTraining")
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
-        """Make one step on the mean squared error over the global batch; ``inputs`` and ``targets`` are this share.
+        """Make one step on the mean squared error of the global batch; ``inputs`` and ``targets`` are this share.
 
-        After it, model and optimizer are on each rank as after the same step in one process with the whole batch.
+        The mean is over the samples and over the outputs of each, as F.mse_loss takes it. After the step, model and
+        optimizer are on each rank as after the same step in one process with the whole batch.
         ``position`` has moved on by the size of the batch. ``inputs`` may have no rows.
         """
         # Part of TODO elastic.

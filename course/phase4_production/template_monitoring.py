@@ -43,13 +43,7 @@ class MetricWindow:
         ``values`` has all names. A tensor may carry a graph, and the caller may use it again for the next step.
         """
         # TODO metrics-over-ranks: keep the values of a step, and let reduce() send them all in one collective.
-        #   Hint 1: What costs more in a step of 5 ms: a number that stays where it is, or one that travels? How often
-        #     is it looked at?
-        #   Hint 2: Keep detached copies of the tensors (item() would wait for the GPU). In reduce(), make one tensor of
-        #     a shape that is the same on all ranks, with the samples of each step beside the values, and all_gather it.
-        #   Hint 3: The tensor has `capacity` rows; rows that are not used hold NaN or 0 samples and are left out
-        #     afterwards. The row number tells the rank. Weigh by samples for the mean, take quantiles over all rows,
-        #     empty the window.
+        #   Hints, one at a time: phalanx learn hint metrics-over-ranks
         raise NotImplementedError("MetricWindow")
 
     def reduce(self) -> dict[str, Summary]:
@@ -67,7 +61,10 @@ class Stragglers:
 
     ranks: list[int]
     slowdown: dict[int, float]
-    """For each of them: its median compute time over the steps, divided by the median of all ranks' such medians."""
+    """For each of them: its median compute time over the steps, divided by the median of all ranks' such medians.
+
+    Of an even number of values the median is the mean of the two in the middle, as torch.quantile gives it.
+    """
     lost: float
     """Seconds per step that the run would gain without them: the slowest of all against the slowest of the others."""
     transfer: float
@@ -86,13 +83,7 @@ class StragglerWatch:
         On a GPU, compute() must end with torch.cuda.synchronize(), or the clock sees only how long the launches took.
         """
         # TODO find-stragglers: measure compute() and communicate() apart, gather the times, name the slow ranks.
-        #   Hint 1: In synchronous training all ranks need the same time for a step. What differs between the slow rank
-        #     and the others?
-        #   Hint 2: The slow rank has much compute time and little waiting time, the others the reverse. Medians are not
-        #     moved by one slow step or one slow rank; means are.
-        #   Hint 3: The median over steps per rank, divided by the median of these over ranks, is the slowdown; those
-        #     above `factor` are named. lost: per step, the largest compute time of all minus the largest of the others,
-        #     then the mean. transfer: per step, the smallest waiting time, then the mean.
+        #   Hints, one at a time: phalanx learn hint find-stragglers
         raise NotImplementedError("StragglerWatch")
 
     def report(self) -> Stragglers:
@@ -125,12 +116,7 @@ class StepProfiler:
         The exception goes on to the caller, and the profiler can be used for the next step.
         """
         # TODO profile-step: measure a step as the sum of its parts, with nested parts, exceptions and small cost.
-        #   Hint 1: If "backward" contains "communication", to which of them does a second of communication belong?
-        #   Hint 2: Keep a stack: when an inner part ends, its whole time is known and can be taken from the part around
-        #     it. try/finally (or __exit__) runs when an exception passes, too.
-        #   Hint 3: On entry push 0.0; on exit pop what the inner parts took, add (elapsed - inner) to this part, and
-        #     add the elapsed time to the entry below. The step is the outermost part, its own time is "other". Add a
-        #     step to the sums only when it has ended without an exception.
+        #   Hints, one at a time: phalanx learn hint profile-step
         raise NotImplementedError("StepProfiler")
 
     @contextmanager
@@ -162,15 +148,7 @@ class GradientCompressor:
         gradient plus the old residual of this name. ``gradient`` itself is not changed.
         """
         # TODO compress-gradients: send the largest entries, keep the rest for the next step; quantize without bias.
-        #   Hint 1: An entry that is too small to be sent today: what happens to it if it is dropped in each step? And
-        #     if it is added to that of tomorrow?
-        #   Hint 2: topk of the absolute values of gradient plus residual gives the places; the residual is the rest,
-        #     with 0 at the places that are sent. average() needs the values and the places of all ranks (all_gather);
-        #     index_add_ or scatter_add_ adds where two ranks have the same place.
-        #   Hint 3: At least one entry is sent. Divide the sum by the number of ranks. For int8, the scale is the
-        #     largest absolute value over 127; x / scale is rounded down or up at random, up with the probability of its
-        #     fraction (floor of x / scale + a uniform random number does that; clamp it to -127 and 127, as rounding
-        #     can make it 128, which is -128 in int8). A gradient of zeros has no scale to divide by.
+        #   Hints, one at a time: phalanx learn hint compress-gradients
         raise NotImplementedError("GradientCompressor")
 
     def average(self, name: str, gradient: Tensor) -> Tensor:

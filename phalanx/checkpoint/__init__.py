@@ -9,6 +9,7 @@ Writing is `save`; resuming is `choose`, then `compare_model`, then `load`. A ch
         rank-00000.pt ...   the state of one rank, such as its random generators
         best.json           only in the best one: which metric, and its value (`find_best`)
     .run-....lock           held by a run in progress that saves here
+    .run-....fence          which group of a run published last, or began: an earlier one publishes no more
     .chunks-.../            the tensors of a run's incremental checkpoints
     .writing-...            a save in progress, or the rest of a failed one, which the next save removes
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx.checkpoint.differences import StateDifference, compare
     from phalanx.checkpoint.find import Checkpoint, Choice, choose, find_best, list_checkpoints, read_index, verify
     from phalanx.checkpoint.keep import keep_newest
-    from phalanx.checkpoint.lock import RunLock
+    from phalanx.checkpoint.lock import RunLock, pass_fence
     from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
     from phalanx.checkpoint.read import (
         LoadedState,
@@ -44,7 +45,7 @@ _NAMES = {
     ".differences": "StateDifference compare",
     ".find": "Checkpoint Choice choose find_best list_checkpoints read_index verify",
     ".keep": "keep_newest",
-    ".lock": "RunLock",
+    ".lock": "RunLock pass_fence",
     ".manifest": "Manifest SavedCheckpoint Snapshot TensorInfo read_manifest",
     ".storage": "check_writable",
     ".read": "LoadedState compare_model entries load load_newest read_tensors stored_tensors",
@@ -78,6 +79,7 @@ __all__ = [
     "load",
     "load_newest",
     "mark_best",
+    "pass_fence",
     "read_index",
     "read_manifest",
     "read_tensors",

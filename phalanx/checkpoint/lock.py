@@ -1,20 +1,24 @@
-"""Which runs and processes that write into a checkpoint directory are still in progress: locks, and owners."""
+"""Which runs and processes that write into a checkpoint directory are still in progress: locks, owners and fences."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import socket
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from phalanx.errors import CheckpointError
 from phalanx.host.remote import RemotePath
 
-_PREFIX, _SUFFIX = ".run-", ".lock"
+_PREFIX, _SUFFIX, _FENCE = ".run-", ".lock", ".fence"
 _SILENT_SECONDS = 24 * 3600.0
 _RENEW_SECONDS = 3600.0
 _TRIES, _PAUSE_SECONDS = 5, 0.02
@@ -103,6 +107,45 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+@contextlib.contextmanager
+def pass_fence(directory: Path, run_id: str, group: Sequence[int]) -> Iterator[None]:
+    """Let no group of this run publish in a directory that began before `group`; CheckpointError if this one may not.
+
+    A run whose launcher was taken over may have ranks that still save. `group`: attempt, term and generation, by which
+    the groups of a run are ordered; empty: of a run that is never taken over. The order holds while the block runs,
+    where the file system has locks.
+    """
+    if not group:
+        yield
+        return
+    path = directory / f"{_PREFIX}{safe_name(run_id)}{_FENCE}"
+    with contextlib.ExitStack() as stack:
+        if not isinstance(path, RemotePath):
+            file = stack.enter_context(open(path, "a"))
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+        newest = _read_fence(path)
+        if newest > list(group):
+            raise CheckpointError(
+                f"{directory} belongs to a later group of this run: {_words(newest)}; this one is of {_words(group)}",
+                hint="Another launcher has taken over, and goes on with the run. This checkpoint is not published.",
+            )
+        if newest < list(group):
+            path.write_bytes(json.dumps(list(group)).encode())
+        yield
+
+
+def _read_fence(path: Path) -> list[int]:
+    try:
+        return [int(number) for number in json.loads(path.read_text() or "[]")]
+    except FileNotFoundError:
+        return []
+
+
+def _words(group: Sequence[int]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in zip(("attempt", "term", "generation"), group, strict=True))
 
 
 def is_under_way(directory: Path, run_id: str) -> bool:

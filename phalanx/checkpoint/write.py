@@ -26,6 +26,7 @@ from phalanx.checkpoint.index import INDEX, Index
 from phalanx.checkpoint.keep import check_keep_last, keep_newest
 from phalanx.checkpoint.layout import FULL, Staging, StatePlan, model_tensors, shard_name
 from phalanx.checkpoint.locations import storage_at
+from phalanx.checkpoint.lock import pass_fence
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo
 from phalanx.checkpoint.plain import from_json, rank_content, rank_file_name, to_json
 from phalanx.checkpoint.storage import Draft, Storage, not_a_directory
@@ -49,6 +50,8 @@ class Request:
 
     directory: Path
     run_id: str
+    group: tuple[int, ...] = ()
+    """Which group of the run saves: attempt, term and generation; an earlier one does not publish any more."""
     kind: str = "sharded"
     keep_last: int | None = None
     keep_every: int | None = None
@@ -325,7 +328,8 @@ class _Job(threading.Thread):
                 bytes=new + stored,
             )
             self._advance()
-            name = draft.publish(manifest)
+            with pass_fence(request.directory, request.run_id, request.group):
+                name = draft.publish(manifest)
         except OSError as error:
             raise write_failed(error, rank=0, path=self._storage.path(draft.token) / MANIFEST, needed=0) from error
         published = Checkpoint(self._storage.path(name), manifest)

@@ -18,7 +18,6 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.tools.learn.folder import (
     DEFAULT_FOLDER,
     copy_phase,
-    course_folder,
     find_exercise,
     grader,
     is_phase,
@@ -203,7 +202,7 @@ def _grade(chosen: Sequence[tuple[Any, Any]], folder: Path, seed: int | None) ->
 def _hint(namespace: argparse.Namespace) -> int:
     phase, exercise = find_exercise(namespace.exercise)
     folder, progress = learners_folder(namespace.folder), grader("progress")
-    hints = grader("hints").hints(course_folder() / exercise.template, exercise.name)
+    hints = grader("hints").hints(exercise.name)
     count = min(progress.read_progress(folder).get(exercise.name, {}).get("hints", 0) + 1, len(hints))
     progress.note_progress(folder, exercise.name, hints=count)
     for number, text in enumerate(hints[:count], 1):

@@ -37,6 +37,10 @@ class NodeInfo:
     """Name, host and ranks of each machine."""
     late: bool = False
     """Whether this machine came when the others had begun."""
+    round: int = 0
+    """How many times the machines have gathered before."""
+    term: int = 0
+    """How many times another machine has become the leader."""
 
     def without(self, names: set[str]) -> NodeInfo:
         """Return this with some machines left out."""
@@ -84,7 +88,7 @@ def rank_environment(
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": node.master_addr,
         "MASTER_PORT": str(node.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RESTART_COUNT": str(max(attempt, node.round)),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": node.run_id or spec.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -93,6 +97,7 @@ def rank_environment(
         "PHALANX_LOG_DIR": str(log_dir),
         BOARD_VARIABLE: str(board_path(log_dir, node.node_rank)),
         "PHALANX_SLOT": rank,
+        "PHALANX_TERM": str(node.term),
         "PHALANX_PLANNED_RANKS": world_size if spec.elastic is None else str(spec.elastic.sizes[0]),
         **({JOINS_LATE: "1"} if node.late else {}),
         "PHALANX_RUN_ID": node.run_id or spec.run_id,

@@ -3,8 +3,11 @@
 A machine writes its entry and waits for one key of its own; the leader, which hosts the store, reads all entries at
 once and writes all places at once. So the messages and bytes of every other machine do not depend on their number.
 
-Values are JSON, signed where the job has a secret (`signed_store`): torch's own rendezvous would unpickle what any
-process that reaches the port has written.
+If the number of machines may change, each has to know all others. That list is read from machine to machine: each has
+it from another one, and up to eight others from it, so that the leader does not send it to all.
+
+`Roster` decides who takes part, and `Gathering` reads and writes the store. Values are JSON, signed where the job has a
+secret (`signed_store`): torch's own rendezvous would unpickle what any process that reaches the port has written.
 """
 
 from __future__ import annotations
@@ -12,20 +15,17 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.messages import Message
-from phalanx.launch.mailbox import Heartbeats
+from phalanx.launch.membership import Entry, Heartbeats, Quorum
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-Entry = dict[str, Any]
-"""What a machine says of itself: node_rank, host, ranks, and the address of its standby store."""
 
 _POLL_SECONDS = 0.05
 _WAITING_BEATS_PER_SECOND = 1_000
@@ -36,6 +36,10 @@ MOVED = "moved"
 """A key of a store at the endpoint: where the run goes on, if its first leader was lost and is started again."""
 DECIDED, NODES = "decided", "nodes"
 """Keys of what all machines have in common, and of the entries of those that take part, if their number may change."""
+HEARING_SECONDS = 1.5
+"""How long the first machine waits at least: a run that has moved away says so (`MOVED`) within this time."""
+_READERS = 8
+"""How many machines read the list of all from one that has it."""
 _NAMED = 8
 """How many machines an error names."""
 
@@ -48,33 +52,147 @@ class MovedError(Exception):
         self.address = address
 
 
-class Gathering:
-    """One attempt's gathering, from the entry of this machine to its place."""
+class Roster:
+    """The machines that have come, as the leader counts them, and when they are enough; no store and no clock."""
 
-    def __init__(
-        self, store: Store, request: Message, entry: Entry, endpoint: str, look: Callable[[], None] = lambda: None
-    ) -> None:
-        """`look`: called while this machine waits; raises if it need not wait here any more."""
-        self._look = look
-        self._store: Any = store  # torch's stubs lack some of its methods
-        self._endpoint = endpoint
-        self._num_nodes: int = request["num_nodes"]
+    def __init__(self, request: Message, endpoint: str, now: float, before: Quorum | None = None) -> None:
+        """`before`: the machines of the attempt before, of which enough have to come: the others may go on."""
+        self._endpoint, self._before = endpoint, before
+        self.num_nodes: int = request["num_nodes"]
         self._least: int | None = request.get("min_ranks")
         """How many ranks are enough; None: those of all machines."""
         self._seconds: float = request["seconds"]
-        self._deadline = time.monotonic() + self._seconds
+        self._began, self.deadline = now, now + self._seconds
         # 64 machines that wait send a heartbeat every second, 4,096 every 4 s: the store's load does not grow.
-        self._beat_seconds = max(1.0, self._num_nodes / _WAITING_BEATS_PER_SECOND)
-        self._silent_seconds = _MISSED_BEATS * self._beat_seconds
+        self.beat_seconds = max(1.0, self.num_nodes / _WAITING_BEATS_PER_SECOND)
+        self.silent_seconds = _MISSED_BEATS * self.beat_seconds
+        self.entries: dict[str, Entry] = {}
+        """The machines that have come, in the order of arrival."""
+        self._beats = Heartbeats()
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the number of machines may change."""
+        return self._least is not None
+
+    def take(self, entries: Mapping[str, Entry], beats: Mapping[str, Any], now: float) -> None:
+        """Take the entries of machines that came since, and the heartbeats of all."""
+        self.entries |= entries
+        self._beats.watch(self.entries, now)
+        self._beats.take(beats, now)
+
+    def absent(self, now: float) -> set[str]:
+        """Return the machines that have come and gone."""
+        return set(self._beats.silent(self.silent_seconds, now))
+
+    def present(self, now: float) -> dict[str, Entry]:
+        """Return the entries of the machines that are present, in the order of arrival."""
+        silent = self.absent(now)
+        return {name: entry for name, entry in sorted(self.entries.items()) if name not in silent}
+
+    def complete(self, expected: int, now: float) -> dict[str, Entry] | None:
+        """Return those that take part, in node order, once they are enough; None: wait; PhalanxError: they are not."""
+        present = self.present(now)
+        ranks = sum(entry["ranks"] for entry in present.values())
+        if self.may_change and now < self._began + HEARING_SECONDS:
+            return None
+        if len(present) >= expected and ranks >= (self._least or 0):
+            taking_part = present if self.may_change else dict(list(present.items())[: self.num_nodes])
+        elif now <= self.deadline:
+            return None
+        elif self._least is None or ranks < self._least:
+            raise self.too_few(now)
+        elif self._before is not None and not self._before.suffices(present.values()):
+            raise self._split()
+        else:
+            taking_part = present
+        if not self.may_change:
+            check_numbers(taking_part)
+        named = list(taking_part)
+        order = order_nodes([entry["node_rank"] for entry in taking_part.values()])
+        return {named[index]: taking_part[named[index]] for index in order}
+
+    def places(self, taking_part: Mapping[str, Entry], facts: Message) -> dict[str, Message]:
+        """Return the place of each machine: `facts`, the same for all, with its node rank and its first rank."""
+        facts = self.facts(taking_part, facts)
+        places, first_rank, entries = dict[str, Message](), 0, list(taking_part.values())
+        for node_rank, (node, entry) in enumerate(taking_part.items()):
+            places[node] = {**facts, "node_rank": node_rank, "first_rank": first_rank}
+            if self.may_change and node_rank > _READERS:
+                places[node]["list_at"] = entries[(node_rank - 1) // _READERS]["standby"]
+            first_rank += entry["ranks"]
+        if not self.may_change:
+            too_many = refusal(self.without_this_one())
+            places |= {node: too_many for node in self.entries if node not in places}
+        return places
+
+    @staticmethod
+    def facts(taking_part: Mapping[str, Entry], facts: Message) -> Message:
+        """Return what all machines that take part have in common."""
+        world_size = sum(entry["ranks"] for entry in taking_part.values())
+        return {**facts, "num_nodes": len(taking_part), "world_size": world_size}
+
+    # --- errors -------------------------------------------------------------------------------------------------
+
+    def without_this_one(self) -> UsageError:
+        """Return the error of a machine that is one too many."""
+        return UsageError(
+            f"{self.num_nodes} machines have joined at {self._endpoint} without this one.",
+            hint="Start one launcher per machine, and give every job its own port (--rdzv-endpoint).",
+        )
+
+    def _split(self) -> PhalanxError:
+        return PhalanxError(
+            f"too few machines came again at {self._endpoint} within {self._seconds:.0f} s; "
+            "the others may continue the run, and this machine stops to avoid a split.",
+            hint="Half of the machines, or more, must see each other, with the one that decides among them.",
+        )
+
+    def too_few(self, now: float) -> PhalanxError:
+        """Return the error of a run that cannot begin."""
+        present = self.present(now).values()
+        came = [f"{entry['host']} ({entry['ranks']} ranks)" for entry in present]
+        within = f"at {self._endpoint} within {self._seconds:.0f} s"
+        if self._least is not None:
+            return PhalanxError(
+                f"too few ranks joined {within}: {_some(came)} came, and {self._least} ranks are needed.",
+                hint="Start the same command on every machine, or lower the minimum: --num-workers 2:8.",
+            )
+        given = {entry["node_rank"] for entry in present}
+        numbers = [f"node {number}" for number in range(self.num_nodes) if number not in given]
+        who = f": {_some(came)} came" if came else ""
+        who += f", {_some(numbers)} did not" if came and None not in given else ""
+        return PhalanxError(
+            f"not all {self.num_nodes} machines joined {within}{who}.",
+            hint="Start the same command on every machine, each with its own node rank.",
+        )
+
+
+class Gathering:
+    """One attempt's gathering over a store, from the entry of this machine to its place."""
+
+    def __init__(
+        self,
+        store: Store,
+        request: Message,
+        entry: Entry,
+        endpoint: str,
+        *,
+        before: Quorum | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`before`: as in `Roster`. `look`: called while this machine waits; raises if it need not wait any more."""
+        self._look = look
+        self._store: Any = store  # torch's stubs lack some of its methods
+        self.roster = Roster(request, endpoint, time.monotonic(), before)
         self.own = _name(store.add(_ARRIVALS, 1))
         self._beats = 0
         self._beat()
         store.set(f"entry/{self.own}", json.dumps(entry))
-        self.entries: dict[str, Entry] = {}
-        """As the leader has read them: the machines that have come; after `lead` those that take part, in order."""
+        self.taking_part: dict[str, Entry] = {}
+        """As the leader has decided: the machines that take part, in order."""
         self._present = store.add(_PRESENT, 1)
         self._absent = 0
-        self._others = Heartbeats()
 
     def _beat(self) -> None:
         self._beats += 1
@@ -92,8 +210,9 @@ class Gathering:
             report(self._present)
             if self._is_there(place):
                 break
-            if time.monotonic() > self._deadline + self._silent_seconds:  # the leader's own error says more
-                raise self._too_few()
+            now = time.monotonic()
+            if now > self.roster.deadline + self.roster.silent_seconds:  # the leader's own error says more
+                raise self.roster.too_few(now)
             self._beat()
             self._present = self._store.add(_PRESENT, 0)
         found: Message = json.loads(self._store.get(place))
@@ -106,7 +225,7 @@ class Gathering:
         from torch.distributed import DistStoreError
 
         try:
-            self._store.wait([key], timedelta(seconds=self._beat_seconds))
+            self._store.wait([key], timedelta(seconds=self.roster.beat_seconds))
         except DistStoreError:  # not yet; a lost connection is another error
             return False
         return True
@@ -115,48 +234,37 @@ class Gathering:
 
     def lead(self, expected: int, report: Callable[[int], None], facts: Message) -> Message:
         """Wait for the machines, give each its place, and return that of this one. `facts`: the same for all."""
-        try:
-            taking_part = self._wait_for_nodes(expected, report)
-            if self._least is None:
-                check_numbers(taking_part)
-        except PhalanxError as error:
-            self._set_places({node: refusal(error) for node in self.entries})
-            raise
-        order = order_nodes([entry["node_rank"] for entry in taking_part.values()])
-        named = list(taking_part)
-        return self._publish({named[index]: taking_part[named[index]] for index in order}, facts)
-
-    def _wait_for_nodes(self, expected: int, report: Callable[[int], None]) -> dict[str, Entry]:
-        """Return the entries of those that take part: all that are there, if their number may change."""
         reported = 0
-        while True:
-            self._look()
-            present = self._read_present()
-            if len(present) != reported:
-                reported = len(present)
-                report(reported)
-            if len(present) >= expected:
-                return present if self._least is not None else dict(list(present.items())[: self._num_nodes])
-            if time.monotonic() > self._deadline:
-                if self._least is None or sum(entry["ranks"] for entry in present.values()) < self._least:
-                    raise self._too_few()
-                return present
-            time.sleep(_POLL_SECONDS)
+        try:
+            while True:
+                self._look()
+                present = self.read_present()
+                if len(present) != reported:
+                    reported = len(present)
+                    report(reported)
+                if (taking_part := self.roster.complete(expected, time.monotonic())) is not None:
+                    return self._publish(taking_part, {**facts, "leader": self.own})
+                time.sleep(_POLL_SECONDS)
+        except PhalanxError as error:
+            self._set_places({node: refusal(error) for node in self.roster.entries})
+            raise
 
-    def _read_present(self) -> dict[str, Entry]:
+    def read_present(self) -> dict[str, Entry]:
         """Return the entries of the machines that are present, in the order of arrival."""
         self._beat()
+        known = self.roster.entries
         names = [_name(number) for number in range(1, self._store.add(_ARRIVALS, 0) + 1)]
-        new = self._written([name for name in names if name not in self.entries])
+        new = self._written([name for name in names if name not in known])
         entries = self._store.multi_get([f"entry/{name}" for name in new]) if new else []
-        self.entries |= {name: json.loads(entry) for name, entry in zip(new, entries, strict=True)}
-        self._others.watch(self.entries)
-        beats = self._store.multi_get([f"beat/{name}" for name in self.entries])
-        self._others.take(dict(zip(self.entries, beats, strict=True)))
-        silent = set(self._others.silent(self._silent_seconds))
-        self._store.add(_PRESENT, self._absent - len(silent))  # each has counted itself
-        self._absent = len(silent)
-        return {name: self.entries[name] for name in names if name in self.entries and name not in silent}
+        came = {name: json.loads(entry) for name, entry in zip(new, entries, strict=True)}
+        watched = [*known, *came]
+        beats = self._store.multi_get([f"beat/{name}" for name in watched])
+        now = time.monotonic()
+        self.roster.take(came, dict(zip(watched, beats, strict=True)), now)
+        silent = len(self.roster.absent(now))
+        self._store.add(_PRESENT, self._absent - silent)  # each has counted itself
+        self._absent = silent
+        return self.roster.present(now)
 
     def _written(self, names: list[str]) -> list[str]:
         """Return the machines whose entries are there: one may have been killed after it had counted itself."""
@@ -164,53 +272,19 @@ class Gathering:
             return names
         return [name for name in names if self._store.check([f"entry/{name}"])]
 
-    def _publish(self, entries: dict[str, Entry], facts: Message) -> Message:
-        facts = {**facts, "leader": self.own, "num_nodes": len(entries)}
-        facts["world_size"] = sum(entry["ranks"] for entry in entries.values())
-        places, first_rank = {}, 0
-        for node_rank, (node, entry) in enumerate(entries.items()):
-            places[node] = {**facts, "node_rank": node_rank, "first_rank": first_rank}
-            first_rank += entry["ranks"]
-        if self._least is None:
-            too_many = refusal(self.without_this_one())
-            places |= {node: too_many for node in self.entries if node not in places}
-        else:
-            self._store.set(NODES, json.dumps(entries))
+    def _publish(self, taking_part: dict[str, Entry], facts: Message) -> Message:
+        places = self.roster.places(taking_part, facts)
+        if self.roster.may_change:
+            self._store.set(NODES, json.dumps(taking_part))
         self._set_places(places)
-        self._store.set(DECIDED, json.dumps(facts))  # last: a machine without a place has come late from now on
-        self.entries = entries
+        # Last: a machine without a place has come late from now on.
+        self._store.set(DECIDED, json.dumps(self.roster.facts(taking_part, facts)))
+        self.taking_part = taking_part
         return places[self.own]
 
     def _set_places(self, places: dict[str, Message]) -> None:
         keys = [f"place/{node}" for node in places]
         self._store.multi_set(keys, [json.dumps(place) for place in places.values()])
-
-    # --- errors -------------------------------------------------------------------------------------------------
-
-    def without_this_one(self) -> UsageError:
-        """Return the error of a machine that is one too many."""
-        return UsageError(
-            f"{self._num_nodes} machines have joined at {self._endpoint} without this one.",
-            hint="Start one launcher per machine, and give every job its own port (--rdzv-endpoint).",
-        )
-
-    def _too_few(self) -> PhalanxError:
-        present = self._read_present().values() if self.entries else ()
-        came = [f"{entry['host']} ({entry['ranks']} ranks)" for entry in present]
-        within = f"at {self._endpoint} within {self._seconds:.0f} s"
-        if self._least is not None:
-            return PhalanxError(
-                f"too few ranks joined {within}: {_some(came)} came, and {self._least} ranks are needed.",
-                hint="Start the same command on every machine, or lower the minimum: --num-workers 2:8.",
-            )
-        given = {entry["node_rank"] for entry in present}
-        numbers = [f"node {number}" for number in range(self._num_nodes) if number not in given]
-        who = f": {_some(came)} came" if came else ""
-        who += f", {_some(numbers)} did not" if came and None not in given else ""
-        return PhalanxError(
-            f"not all {self._num_nodes} machines joined {within}{who}.",
-            hint="Start the same command on every machine, each with its own node rank.",
-        )
 
 
 def check_same(store: Store, identity: dict[str, str]) -> None:
@@ -228,12 +302,13 @@ def check_same(store: Store, identity: dict[str, str]) -> None:
         )
 
 
-def describe_run(store: Store, facts: Message, last: str) -> None:
-    """Write into the store of a machine that took over what others find there: the run has begun, with these facts.
-
-    `last`: the name of the machine that came last; those that come from now on get others.
-    """
+def reserve_names(store: Store, last: str) -> None:
+    """Let machines that come to the store of one that takes over get other names than those up to `last`."""
     store.add(_ARRIVALS, int(last))
+
+
+def describe_run(store: Store, facts: Message) -> None:
+    """Write into the store of a machine that took over what others find there: the run has begun, with these facts."""
     store.set(DECIDED, json.dumps(facts))
 
 
@@ -243,6 +318,11 @@ def agree_on_round(store: Store, wanted: int) -> int:
     while found < wanted:
         found = int(store.compare_set("round", str(found), str(wanted)))
     return found
+
+
+def current_round(store: Store) -> int:
+    """Return the round that the machines have agreed on last."""
+    return int(store.get("round"))
 
 
 def _name(number: int) -> str:

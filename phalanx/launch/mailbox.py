@@ -1,6 +1,10 @@
-"""Messages between the launchers of several machines, and their heartbeats, in a TCPStore.
+"""Messages between the launchers of several machines, and heartbeats, in the TCPStore of the one that leads.
 
-A thread of its own talks to the store: a call to a machine that is cut off does not return, and the launcher must
+All messages go through the leader: the others write to it, and it writes to them, also what one of them sends to
+another. A machine waits for its next message with one operation that the store answers when the message is there, so
+that machines that have nothing to say cost the leader nothing but a heartbeat now and then (`membership.beat_seconds`).
+
+Threads of their own talk to the store: a call to a machine that is cut off does not return, and the launcher must
 notice that.
 """
 
@@ -10,8 +14,9 @@ import json
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CommunicationError
@@ -23,48 +28,11 @@ Mail = dict[str, Any]
 
 ALL = "all"
 """The address of a message to every machine, the sender included."""
-_PERIOD_SECONDS = (0.05, 0.5)
-_EXCHANGES_PER_SECOND = 5_000
-
-
-def exchange_period(num_nodes: int) -> float:
-    """Return the seconds between two exchanges with the store, so that its load does not grow with the machines.
-
-    An exchange has three operations: 2 machines exchange every 0.05 s (120 operations per second), 1,024 every 0.2 s
-    (15,000). Beyond 2,500 machines heartbeats have to come in time, and the load grows.
-    """
-    shortest, longest = _PERIOD_SECONDS
-    return min(max(shortest, num_nodes / _EXCHANGES_PER_SECOND), longest)
-
-
-class Heartbeats:
-    """When the heartbeat counter of each machine last changed."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seen: dict[str, tuple[Any, float]] = {}
-
-    def watch(self, nodes: Iterable[str]) -> None:
-        """Watch these machines from now on; new ones count as just seen."""
-        now = self._clock()
-        self._seen = {node: self._seen.get(node, (None, now)) for node in nodes}
-
-    @property
-    def watched(self) -> list[str]:
-        """The machines that are watched."""
-        return list(self._seen)
-
-    def take(self, beats: Mapping[str, Any]) -> None:
-        """Take the present counters; those of machines that are not watched are ignored."""
-        now, seen = self._clock(), self._seen
-        for node, beat in beats.items():
-            if node in seen and seen[node][0] != beat:
-                seen[node] = (beat, now)
-
-    def silent(self, seconds: float) -> list[str]:
-        """Return the watched machines without a heartbeat for this many seconds."""
-        now = self._clock()
-        return [node for node, (_, changed) in list(self._seen.items()) if now - changed > seconds]
+_POLL_SECONDS = 0.05
+"""How often the leader looks for mail, in a store of its own process."""
+_BATCH_SECONDS = 0.005
+"""Messages that are posted within this time travel together: the ranks of a machine report at the same time."""
+_WAIT_SECONDS = 3600.0
 
 
 class Mailbox:
@@ -72,41 +40,51 @@ class Mailbox:
 
     def __init__(
         self,
-        store: Store,
+        connect: Callable[[], Store],
         own: str,
-        num_nodes: int = 1,
-        notify: Callable[[], None] = lambda: None,
+        leader: str,
         *,
-        joins_late: bool = False,
+        period: Callable[[], float],
+        notify: Callable[[], None] = lambda: None,
     ) -> None:
-        """`notify`: called when messages have arrived. `joins_late`: skip what was sent to all machines before."""
-        self._store, self._own, self._notify = store, own, notify
-        self._period = exchange_period(num_nodes)
+        """`connect`: return a connection to the leader's store. `period`: seconds between two heartbeats.
+
+        `notify`: called when messages have arrived, or the store has ended.
+        """
+        self._own, self._leader, self._period, self._notify = own, leader, period, notify
+        self._store: Any = connect()
+        self._reading: Any = self._store if self._leads else connect()
+        self._others: tuple[str, ...] = ()
         self._out: deque[tuple[str, Mail]] = deque()
         self._in: deque[Mail] = deque()
-        self._read = {own: 0, ALL: store.add(f"mail/{ALL}", 0) if joins_late else 0}
-        self._expected: list[str] = []
-        """Keys of messages that were counted and have not been seen."""
-        self._beats = 0
-        self.others = Heartbeats()
-        """The heartbeats of the machines that this one watches."""
-        self._contact = time.monotonic()
+        self._read = 0
+        self._missing: list[int] = []
+        """Numbers of messages that were counted and are not there."""
+        self._written: Counter[str] = Counter()
+        """As the leader: how many messages each machine was sent."""
+        self._beats = self._bodies = 0
+        self._seen: dict[str, Any] = {}
+        self.contact = time.monotonic()
+        """When the store has answered last."""
         self._wakeup = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="phalanx-mailbox", daemon=True)
         self._closed = False
         self.failed = False
         """Whether the store has ended: its machine is lost, or its launcher has ended."""
-        self._awaited = ""
-        self.has_arrived = False
-        """Whether the key that is waited for has a value."""
+        runs = [self._run_leader] if self._leads else [self._run_sender, self._run_reader]
+        self.threads = [threading.Thread(target=run, name="phalanx-mailbox", daemon=True) for run in runs]
 
-    def wait_for(self, key: str) -> None:
-        """Look for a key at every exchange, until `has_arrived`."""
-        self._awaited = key
+    @property
+    def _leads(self) -> bool:
+        return self._own == self._leader
 
     def start(self) -> None:
-        """Exchange messages and heartbeats in a thread from now on."""
-        self.thread.start()
+        """Exchange messages and heartbeats in threads from now on."""
+        for thread in self.threads:
+            thread.start()
+
+    def serve(self, nodes: Iterable[str]) -> None:
+        """As the leader: let messages to `ALL` reach these machines, and read their heartbeats."""
+        self._others = tuple(node for node in nodes if node != self._own)
 
     def post(self, to: str, message: Mail) -> None:
         """Send a message to the launcher of a machine, or to `ALL`."""
@@ -117,82 +95,147 @@ class Mailbox:
         """Return the messages that have arrived."""
         return [self._in.popleft() for _ in range(len(self._in))]
 
-    def unreachable(self, seconds: float) -> bool:
-        """Whether the store has not answered for this many seconds."""
-        return time.monotonic() - self._contact > seconds
+    def beats(self) -> Mapping[str, Any]:
+        """As the leader: return the last heartbeat counter of each machine."""
+        return self._seen
 
     def close(self, seconds: float = 0.0) -> None:
-        """Wait until all messages are sent, at most `seconds`, and end the thread."""
+        """Wait until all messages are sent, at most `seconds`, and end the threads."""
         deadline = time.monotonic() + seconds
         while self._out and not self.failed and time.monotonic() < deadline:
-            time.sleep(_PERIOD_SECONDS[0] / 2)
+            time.sleep(_POLL_SECONDS / 2)
         self._closed = True  # a thread that waits for a lost machine ends with the process
         self._wakeup.set()
 
-    def _run(self) -> None:
-        from torch.distributed import DistNetworkError
+    # --- threads ------------------------------------------------------------------------------------------------
 
+    def _run_leader(self) -> None:
+        due = 0.0
         while not self._closed:
-            self._wakeup.wait(self._period)
+            self._wakeup.wait(_POLL_SECONDS)
             self._wakeup.clear()
-            try:
-                self._exchange()
-            except CommunicationError as error:  # written by a process outside this job, which must not end it
-                print(f"phalanx: {error}", file=sys.stderr, flush=True)
-            except (DistNetworkError, RuntimeError):
-                self.failed = True
-                self._notify()
-                return
-            self._contact = time.monotonic()
+            self._attempt(self._exchange_as_leader)
+            if (now := time.monotonic()) > due and not self._closed:
+                due = now + self._period() / 2
+                self._attempt(self._read_beats)
 
-    def _exchange(self) -> None:
-        self._beats += 1
-        self._store.set(f"beat/{self._own}", str(self._beats))
+    def _run_sender(self) -> None:
+        due = 0.0
+        while not self._closed and not self.failed:
+            self._wakeup.wait(max(0.0, due - time.monotonic()))
+            if self._wakeup.is_set():
+                time.sleep(_BATCH_SECONDS)
+            self._wakeup.clear()
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._period()
+                self._attempt(self._beat)
+            self._attempt(self._send)
+        self._attempt(self._wake_reader)
+
+    def _run_reader(self) -> None:
+        while not self._closed and not self.failed:
+            self._attempt(self._await_mail)
+
+    def _attempt(self, exchange: Callable[[], None]) -> None:
+        from torch.distributed import DistNetworkError, DistStoreError
+
+        try:
+            exchange()
+        except CommunicationError as error:  # written by a process outside this job, which must not end it
+            print(f"phalanx: {error}", file=sys.stderr, flush=True)
+        except DistStoreError:  # nothing has come
+            return
+        except (DistNetworkError, RuntimeError):
+            self.failed = True
+            self._notify()
+            return
+        self.contact = time.monotonic()
+
+    # --- the leader ---------------------------------------------------------------------------------------------
+
+    def _exchange_as_leader(self) -> None:
+        self._distribute()
+        count = self._store.add(f"mail/{self._own}", 0)
+        self._missing += range(self._read + 1, count + 1)
+        self._read = count
+        # One that is not there is looked for again: its sender may have been killed after it had counted it.
+        self._missing = [number for number in self._missing if not self._take(number)]
+        self._distribute()
+
+    def _distribute(self) -> None:
+        """Write what this machine has posted, and what others have sent through it."""
+        batches: defaultdict[str, list[Any]] = defaultdict(list)
         while self._out:
-            to, message = self._out[0]
-            number = self._store.add(f"mail/{to}", 1)
-            self._store.set(f"mail/{to}/{number}", json.dumps(message))
-            self._out.popleft()
-        for inbox, read in self._read.items():
-            count = self._store.add(f"mail/{inbox}", 0)
-            self._expected += [f"mail/{inbox}/{number}" for number in range(read + 1, count + 1)]
-            self._read[inbox] = count
-        self._expected = [key for key in self._expected if not self._take(key)]
-        if self._in:
-            self._notify()
-        if self._awaited and self._store.check([self._awaited]):
-            self._awaited, self.has_arrived = "", True
-            self._notify()
-        self._read_beats()
+            to, message = self._out.popleft()
+            if to == self._own or to == ALL:
+                self._in.append(message)
+                self._notify()
+            if to == ALL:
+                self._bodies += 1
+                body = f"{ALL}/{self._bodies}"
+                self._store.set(body, json.dumps(message))
+                for node in self._others:
+                    batches[node].append(body)
+            elif to != self._own:
+                batches[to].append(message)
+        for node in batches:
+            self._written[node] += 1
+        keys = [f"mail/{node}/{self._written[node]}" for node in batches]
+        if keys:
+            self._store.multi_set(keys, [json.dumps(batch) for batch in batches.values()])
 
-    def _take(self, key: str) -> bool:
-        """Take a message, unless it is not there: its sender may have been killed after it had counted it."""
+    def _take(self, number: int) -> bool:
+        key = f"mail/{self._own}/{number}"
         if not self._store.check([key]):
             return False
         try:
-            self._in.append(json.loads(self._store.get(key)))
+            batch = json.loads(self._store.get(key))
         except CommunicationError as error:  # the messages after it are read all the same
             print(f"phalanx: {error}", file=sys.stderr, flush=True)
+            batch = []
+        self._store.delete_key(key)
+        for to, message in batch:
+            if to == self._own:
+                self._in.append(message)
+                self._notify()
+            else:
+                self._out.append((to, message))
         return True
 
     def _read_beats(self) -> None:
-        nodes = self.others.watched
+        nodes = self._others
         keys = [f"beat/{node}" for node in nodes]
         if not keys:
             return
         if not self._store.check(keys):  # in a store that was taken over some have not written yet
             for key in keys:
                 self._store.compare_set(key, "", "0")
-        self.others.take(dict(zip(nodes, self._store.multi_get(keys), strict=True)))
+        self._seen = dict(zip(nodes, self._store.multi_get(keys), strict=True))
 
+    # --- the others ---------------------------------------------------------------------------------------------
 
-def may_continue(members: list[str], alive: list[str], ended: list[str], leader: str) -> bool:
-    """Whether the machines that see each other may go on without the others: never two parts of a run at once.
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"beat/{self._own}", str(self._beats))
 
-    `ended`: machines whose launcher has certainly ended. Of the others more than half must be here; half is enough
-    where `leader`, the machine that decided before, is one of them. For example, of four machines that a cut network
-    divides into two and two, the pair with the leader goes on; after its launcher has ended, two of the other three do.
-    """
-    rest = [node for node in members if node not in ended]
-    here = [node for node in rest if node in alive]
-    return 2 * len(here) > len(rest) or (2 * len(here) == len(rest) and leader in here)
+    def _send(self) -> None:
+        batch = [self._out[index] for index in range(len(self._out))]
+        if batch:
+            number = self._store.add(f"mail/{self._leader}", 1)
+            self._store.set(f"mail/{self._leader}/{number}", json.dumps(batch))
+            for _ in batch:
+                self._out.popleft()
+
+    def _await_mail(self) -> None:
+        key = f"mail/{self._own}/{self._read + 1}"
+        self._reading.wait([key], timedelta(seconds=_WAIT_SECONDS))
+        self._read += 1
+        for message in json.loads(self._reading.get(key)):
+            is_body = isinstance(message, str)  # what goes to all is written once
+            self._in.append(json.loads(self._reading.get(message)) if is_body else message)
+        self._reading.delete_key(key)
+        self._notify()
+
+    def _wake_reader(self) -> None:
+        if not self.failed:
+            self._store.set(f"mail/{self._own}/{self._read + 1}", "[]")

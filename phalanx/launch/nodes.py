@@ -2,9 +2,10 @@
 
 A fixed number of machines is the case in which all must be there. Where the number may change (`min_ranks` is given),
 machines may come late or be lost: one launcher, at first that of the machine with the store, decides for all
-(`phalanx.recovery`), and when its machine is lost the first of the others takes over with its standby store. There it
-writes that it has: machines that do not find that within a time end. And it leaves its address at the endpoint, should
-a launcher be started there again: that one then comes late, instead of beginning a second run.
+(`phalanx.recovery`), and when its machine is lost the first of the others takes over with its standby store, if
+enough of them report to it. It tells them then, and leaves its address at the endpoint, should a launcher be started
+there again: that one then comes late, instead of beginning a second run. What a machine makes of silence, refusals and
+the words of others is in `membership`; this module hears and does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,15 +29,30 @@ from phalanx.launch.gathering import (
     DECIDED,
     MOVED,
     NODES,
-    Entry,
     Gathering,
     MovedError,
     agree_on_round,
     check_same,
+    current_round,
     describe_run,
+    reserve_names,
 )
-from phalanx.launch.mailbox import ALL, Mail, Mailbox, may_continue
-from phalanx.launch.probes import Probes, ask_all
+from phalanx.launch.mailbox import ALL, Mail, Mailbox
+from phalanx.launch.membership import (
+    SUSPECT_SECONDS,
+    Accuse,
+    Agreed,
+    Ask,
+    Entry,
+    Heartbeats,
+    Lost,
+    Membership,
+    Move,
+    Stop,
+    Watch,
+    beat_seconds,
+)
+from phalanx.launch.probes import NeighbourWatch, Probes, ask_all
 from phalanx.launch.spec import split_endpoint
 from phalanx.observe.format import ranks_text
 
@@ -46,15 +62,13 @@ if TYPE_CHECKING:
 LEADER = "leader"
 """The address of a message to the machine that leads."""
 _CONNECT_SECONDS = 60.0
-_SUSPECT_SECONDS = 1.0
 _LOST_SECONDS = 2.0
 """A machine of a fixed number without a heartbeat for this long is named when ranks elsewhere fail."""
 _POLL_SECONDS = 0.05
+_JOIN_SECONDS = 0.25
 _SEND_SECONDS = 2.0
 _LEAVE_SECONDS = 3.0
-_SIGNPOST_SECONDS = 1.0
-_CONFIRM_SECONDS = 5.0
-"""How much longer than two machines may need to notice a lost leader a new one may take to say that it leads."""
+_SIGNPOST_SECONDS = 0.4
 
 
 class NodeGroup:
@@ -74,21 +88,19 @@ class NodeGroup:
         self._mailbox: Mailbox | None = None
         self._attempt, self._round = 0, -1
         self._own, self._leader, self._run_id = "", "", ""
-        self._nodes: dict[str, Entry] = {}
+        self._nodes: Mapping[str, Entry] = {}
         """The machines of the run in their order; of a fixed number the leader alone needs them."""
-        self._ended: set[str] = set()
+        self._members: Membership | None = None
+        """What this machine knows of the others, if their number may change."""
+        self._beats = Heartbeats()
+        """Those of a fixed number of machines."""
         self._finished: set[str] = set()
         self._silent: list[str] = []
         self._knows_failure = False
-        self._probes = Probes(_SUSPECT_SECONDS)
+        self._probes = Probes(SUSPECT_SECONDS)
+        self._neighbours = NeighbourWatch(self._open_neighbour, self._notify)
         self._endpoint_store = self._store
         self._signpost: Signpost | None = None
-        self._confirm_by: float | None = None
-        """Until when the machine that is to lead from now on has to say so."""
-        self._confirmed: tuple[list[str], str] = ([], "")
-        """The machines, and the one that led, before that."""
-        self._cut_off = False
-        """Whether the machine that led may run still: it did not refuse, it did not answer."""
         self._unread: list[Mail] = []
         self._last_name = ""
         """The name of the machine that came last, also if it was lost: a later one gets another."""
@@ -107,6 +119,12 @@ class NodeGroup:
 
         return sign_store(PrefixStore(prefix, store), {VARIABLE: self._request.get("secret") or ""})
 
+    def _notify(self) -> None:
+        os.eventfd_write(self.wakeup, 1)
+
+    def _open_neighbour(self, address: tuple[str, int]) -> Store:
+        return self._signed(open_store(*address, SUSPECT_SECONDS, is_master=False), "watch")
+
     # --- gathering ----------------------------------------------------------------------------------------------
 
     def gather(self, attempt: int, send: Callable[[Message], None]) -> dict[str, Any]:
@@ -117,8 +135,8 @@ class NodeGroup:
         if self._mailbox is not None:  # the others wait for the failure that ended the attempt before
             self._mailbox.close(_SEND_SECONDS)
             self._mailbox = None
-        self._ended, self._finished, self._silent = set(), set(), []
-        self._knows_failure, self._confirm_by, self._unread = False, None, []
+        self._finished, self._silent = set(), []
+        self._knows_failure, self._unread = False, []
         try:
             check_same(self._sign("phalanx"), self._request.get("identity") or {})
             return self._gather(send)
@@ -133,7 +151,9 @@ class NodeGroup:
         self._round = agree_on_round(self._sign("phalanx"), max(self._attempt, self._round + 1))
         self._attempt_store = self._sign(f"phalanx/{self._round}")
         endpoint = f"{self._host}:{self._port}"
-        gathering = Gathering(self._attempt_store, self._request, self._entry, endpoint, self._look_for_signpost)
+        before = self._members.quorum() if self._members is not None and self._leads else None
+        parts = (self._attempt_store, self._request, self._entry, endpoint)
+        gathering = Gathering(*parts, before=before, look=self._look_for_signpost)
         self._own = gathering.own
         try:
             place = self._lead(gathering, report) if self._leads else gathering.wait(report)
@@ -142,19 +162,38 @@ class NodeGroup:
             self._store = open_store(self._host, self._port, self._silence, is_master=False)
             return self._gather(send)
         if place is None and not self._may_change:
-            raise gathering.without_this_one()
+            raise gathering.roster.without_this_one()
         if place is None:
-            return self._join_late(json.loads(self._attempt_store.get(DECIDED)))
+            return self._join_late(json.loads(self._attempt_store.get(DECIDED)), send)
         self._run_id, self._leader = place["run_id"], place["leader"]
-        if not self._leads:
-            self._nodes = json.loads(self._attempt_store.get(NODES)) if self._may_change else {}
-        self._open_mailbox(place["num_nodes"])
+        list_at = place.pop("list_at", None)
+        if self._may_change:
+            self._nodes = gathering.taking_part or self._read_nodes(list_at)
+        self._begin()
+        self._open_mailbox().start()
         machines = [
             [node, entry["host"], entry["ranks"], entry["standby"]]
             for node, entry in self._nodes.items()
             if self._may_change
         ]
-        return {**place, "master_addr": self._host, "own": self._own, "machines": machines}
+        return {**place, "master_addr": self._host, "own": self._own, "machines": machines, "round": self._round}
+
+    def _read_nodes(self, list_at: tuple[str, int] | None) -> dict[str, Entry]:
+        """Read the list of all machines from one that has it, and let others read it from this one."""
+        from torch.distributed import DistNetworkError, DistStoreError
+
+        key = f"{NODES}/{self._round}"
+        found = b""
+        if list_at is not None:
+            with contextlib.suppress(DistNetworkError, DistStoreError):  # it was lost since: the leader has it, too
+                near = self._signed(open_store(*list_at, self._silence, is_master=False), "phalanx")
+                near.wait([key], timedelta(seconds=self._silence))
+                found = near.get(key)
+        assert self._attempt_store is not None, "opened before"
+        found = found or self._attempt_store.get(NODES)
+        self._signed(self._standby, "phalanx").set(key, found.decode())
+        nodes: dict[str, Entry] = json.loads(found)
+        return nodes
 
     def _look_for_signpost(self) -> None:
         """Raise MovedError if the run that began at this endpoint goes on elsewhere."""
@@ -173,12 +212,14 @@ class NodeGroup:
         try:
             return gathering.lead(expected, report, facts)
         finally:
-            self._nodes = gathering.entries
+            self._nodes = gathering.taking_part or gathering.roster.entries
 
-    def _join_late(self, run: Message) -> dict[str, Any]:
+    def _join_late(self, run: Message, send: Callable[[Message], None]) -> dict[str, Any]:
         """Ask the machine that leads to take this one in."""
         self._leader, self._run_id = run["leader"], run["run_id"]
-        mailbox = self._open_mailbox(run["num_nodes"], joins_late=True)
+        self._members = None
+        mailbox = self._open_mailbox()
+        mailbox.start()
         mailbox.post(self._leader, {"arrival": self._own, "node": self._entry})
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline and not mailbox.failed:
@@ -191,31 +232,58 @@ class NodeGroup:
                         node: {"host": host, "ranks": ranks, "standby": standby}
                         for node, host, ranks, standby in place["machines"]
                     }
-                    return {**place, "own": self._own, "leader": self._leader, "run_id": self._run_id}
+                    self._begin(place.get("term", 0), place.pop("gone", ()), place.pop("new", ()))
+                    known = {"own": self._own, "leader": self._leader, "run_id": self._run_id, "round": self._round}
+                    return {**place, **known}
                 self._unread.append(mail)
-            time.sleep(_POLL_SECONDS)
+            if current_round(self._sign("phalanx")) > self._round:  # all start again: with this one
+                mailbox.close()
+                return self._gather(send)
+            time.sleep(_JOIN_SECONDS)
         raise PhalanxError(
             f"the run at {self._host}:{self._port} did not take this machine in within {self._seconds:.0f} s.",
             hint="It has as many ranks as it may have (--num-workers 2:8 sets the most), or it has ended.",
         )
 
+    def _begin(self, term: int = 0, gone: Iterable[str] = (), new: Iterable[str] = ()) -> None:
+        """Take part with the machines that are known."""
+        now = time.monotonic()
+        if self._may_change:
+            term = max(term, self._members.term if self._members is not None else 0)
+            self._members = Membership(self._own, self._silence, now)
+            self._members.begin(self._leader, self._nodes, now, term=term, gone=gone, new=new)
+        elif self._leads:
+            self._beats = Heartbeats()
+            self._beats.watch((node for node in self._nodes if node != self._own), now)
+
     # --- messages -----------------------------------------------------------------------------------------------
 
-    def _open_mailbox(self, num_nodes: int, *, joins_late: bool = False) -> Mailbox:
+    def _open_mailbox(self) -> Mailbox:
         assert self._attempt_store is not None, "opened before"
-        parts = (self._attempt_store, self._own, num_nodes, partial(os.eventfd_write, self.wakeup, 1))
-        self._mailbox = Mailbox(*parts, joins_late=joins_late)
-        self._watch()
-        self._mailbox.start()
+        opened = iter([self._attempt_store])
+
+        def connect() -> Store:
+            """Return this machine's connection to the leader's store, and then another one."""
+            store = next(opened, None)
+            if store is None:
+                more = open_store(self._host, self._port, self._silence, is_master=False)
+                store = self._signed(more, f"phalanx/{self._round}")
+            return store
+
+        period = partial(beat_seconds, len(self._nodes) or self._request["num_nodes"])
+        self._mailbox = Mailbox(connect, self._own, self._leader, period=period, notify=self._notify)
+        self._serve()
         return self._mailbox
 
-    def _watch(self) -> None:
+    def _serve(self) -> None:
         self._last_name = max([self._last_name, *self._nodes])
         if self._mailbox is not None and self._leads:
-            self._mailbox.others.watch(node for node in self._nodes if node != self._own)
+            self._mailbox.serve(self._nodes)
 
     def post(self, to: str, message: Message) -> None:
         """Send a message to the launcher of a machine, to `LEADER`, or to `ALL`."""
+        if "accept" in message and self._members is not None:
+            message["accept"] |= {"gone": list(self._members.gone), "new": [*self._members.new, to]}
         if self._mailbox is not None:
             self._mailbox.post(self._leader if to == LEADER else to, message)
 
@@ -227,13 +295,24 @@ class NodeGroup:
             return []
         unread, self._unread = self._unread, []
         found = [message for mail in (*unread, *self._mailbox.receive()) for message in self._read(mail)]
-        found += self._find_lost(self._mailbox) if self._leads else self._find_lost_leader(self._mailbox)
+        if self._members is not None:
+            found += self._look_around(self._members, self._mailbox)
+        elif not self._may_change:
+            found += self._look_at_fixed(self._mailbox)
         return [{**message, "attempt": self._attempt} for message in found]
 
     def _read(self, mail: Mail) -> list[Message]:
         """Take what a message says about the machines; return what the launcher has to know, its kind first."""
         if "kind" in mail:
             return [{"mail": mail}]
+        if "accused" in mail and self._members is not None:
+            self._members.on_accusation(mail["accused"], time.monotonic())
+        if "knows" in mail and self._members is not None:
+            self._members.on_known(mail["sender"], mail["knows"])
+        if "agreed" in mail and self._members is not None and mail["sender"] == self._leader:
+            self._members.agree(mail["agreed"])
+        if "leads" in mail and self._members is not None and mail["sender"] == self._leader:
+            self._members.confirm(mail["leads"])
         if "node_finished" in mail:
             self._finished.add(mail["sender"])
             if len(self._finished) == len(self._nodes):
@@ -250,75 +329,67 @@ class NodeGroup:
                 return [{kind: mail[kind]}]
         return [{"arrival": mail["arrival"], "entry": mail["node"]}] if "arrival" in mail else []
 
-    def change(self, entries: dict[str, Entry | None]) -> None:
+    def change(self, entries: dict[str, Entry | None], version: int) -> None:
         """Take part with these machines, too, or without them (None), as the launcher says."""
-        nodes = self._nodes | entries
-        self._nodes = {node: entry for node, entry in nodes.items() if entry is not None}
-        self._watch()
+        if self._members is not None:
+            if self._members.change(entries, time.monotonic(), version):
+                self.post(LEADER, {"knows": version})
+            self._nodes = self._members.nodes
+            self._serve()
+
+    def lead(self, term: int) -> None:
+        """Say that this machine leads, as its launcher has decided: to all machines, in its store, at the endpoint."""
+        if self._members is not None:
+            self._members.confirm(term)
+            self.post(ALL, {"leads": term})
+            self._describe_run()
 
     # --- lost machines ------------------------------------------------------------------------------------------
 
-    def _find_lost(self, mailbox: Mailbox) -> list[Message]:
-        """Return the machines that are silent; those of a fixed number may still answer."""
-        if not self._may_change:
-            names = [describe(node, self._nodes) for node in mailbox.others.silent(_LOST_SECONDS)]
-            changed, self._silent = names != self._silent, names
-            return [{"silent_nodes": names}] if changed else []
-        suspects, silent = mailbox.others.silent(_SUSPECT_SECONDS), set(mailbox.others.silent(self._silence))
-        asked = [node for node in suspects if node in self._nodes and node not in silent]
-        self._probes.ask({node: self._nodes[node]["standby"] for node in asked})
-        refused = {node for node, answer in self._probes.answers().items() if answer is False}
-        self._ended |= refused
-        lost = [node for node in suspects if node in self._nodes and (node in silent or node in refused)]
-        if not lost:
-            return []
-        self._check_quorum([node for node in self._nodes if node not in lost])
-        for node in lost:
-            del self._nodes[node]
-        self._watch()
-        return [{"lost_nodes": lost}]
-
-    def _listens(self, node: str) -> bool | None:
-        """Whether the launcher of a machine runs; False if it has certainly ended, because its machine refuses."""
-        found = ask_all({node: self._nodes[node]["standby"]}, _SUSPECT_SECONDS)[node]
-        self._ended |= {node} if found is False else set()
-        return found
-
-    def _check_quorum(self, alive: list[str]) -> None:
-        nodes, leader = (list(self._nodes), self._leader) if self._confirm_by is None else self._confirmed
-        if not may_continue(nodes, alive, list(self._ended), leader):
-            hosts = ", ".join(entry["host"] for node, entry in self._nodes.items() if node not in alive)
-            raise PhalanxError(
-                f"lost contact with {hosts}, which may continue the run; this machine stops to avoid a split.",
-                hint="Half of the machines, or more, must see each other, with the one that decides among them.",
-            )
-
-    def _find_lost_leader(self, mailbox: Mailbox) -> list[Message]:
-        if not self._may_change:
-            if mailbox.failed or mailbox.unreachable(self._silence):
+    def _look_at_fixed(self, mailbox: Mailbox) -> list[Message]:
+        """Name silent machines of a fixed number, which may still answer; end with the one that leads."""
+        now = time.monotonic()
+        if not self._leads:
+            if mailbox.failed or now - mailbox.contact > self._silence + 2 * beat_seconds(self._request["num_nodes"]):
                 raise self._leader_is_lost()
             return []
-        if self._confirm_by is not None and mailbox.has_arrived:
-            self._confirm_by = None
-        if self._confirm_by is not None and time.monotonic() > self._confirm_by:
-            raise self._is_left_out()
-        if not mailbox.failed and not mailbox.unreachable(_SUSPECT_SECONDS):
-            return []
-        # A process that is killed closes its connections one after the other: its machine may refuse a moment later.
-        answer = self._listens(self._leader)
-        if answer is not False and not mailbox.unreachable(self._silence):
-            return []
-        if self._confirm_by is not None and self._cut_off:  # the run may have ended without this machine
-            raise self._is_left_out()
-        mailbox.close()  # what was not sent is lost with the machine
-        return [self._fail_over(cut_off=answer is not False)]
+        self._beats.take(mailbox.beats(), now)
+        seconds = _LOST_SECONDS + 2 * beat_seconds(len(self._nodes))
+        names = [describe(node, self._nodes) for node in self._beats.silent(seconds, now)]
+        changed, self._silent = names != self._silent, names
+        return [{"silent_nodes": names}] if changed else []
 
-    def _is_left_out(self) -> PhalanxError:
-        host = self._nodes[self._leader]["host"]
-        return PhalanxError(
-            f"lost contact with the machine that decided, and {host}, which may see it still, does not take over.",
-            hint="This machine stops to avoid a split. Start it again: it can come late.",
-        )
+    def _look_around(self, members: Membership, mailbox: Mailbox) -> list[Message]:
+        """Tell the machines' state what was heard, and carry out what it says."""
+        now = time.monotonic()
+        members.on_beats(mailbox.beats(), now)
+        members.on_contact(mailbox.contact)
+        if mailbox.failed:
+            members.on_store_ended()
+        for node, heard in self._neighbours.heard().items():
+            members.on_neighbour(node, heard)
+        members.on_answers(self._probes.answers(), now)
+        news: list[Message] = []
+        for action in members.check(now):
+            if isinstance(action, Stop):
+                raise PhalanxError(action.cause, hint=action.hint)
+            if isinstance(action, Ask):
+                self._probes.ask({node: self._nodes[node]["standby"] for node in action.nodes if node in self._nodes})
+            elif isinstance(action, Watch):
+                self._neighbours.watch({node: tuple(members.nodes[node]["standby"]) for node in action.nodes})
+            elif isinstance(action, Accuse):
+                self.post(LEADER, {"accused": dict(action.signs)})
+            elif isinstance(action, Agreed):
+                self.post(ALL, {"agreed": action.version})
+                news.append({"agreed": action.version})
+            elif isinstance(action, Lost):
+                news.append({"lost_nodes": list(action.nodes), "ended": list(action.ended)})
+            elif isinstance(action, Move):
+                news.append(self._move(action, members, mailbox))
+        if members.phase != "searching" and members.nodes is not self._nodes:
+            self._nodes = members.nodes
+            self._serve()
+        return news
 
     def _leader_is_lost(self) -> PhalanxError:
         return PhalanxError(
@@ -326,46 +397,44 @@ class NodeGroup:
             hint="Look at that machine's own output: its launcher has ended.",
         )
 
-    def _fail_over(self, *, cut_off: bool) -> Message:
-        """Move to the first machine that answers, in the order of arrival; it decides from now on."""
-        lost = self._leader
-        others = {node: entry["standby"] for node, entry in self._nodes.items() if node not in (lost, self._own)}
-        answers = ask_all(others, _SUSPECT_SECONDS)
-        self._ended |= {node for node, answer in answers.items() if answer is False}
-        candidates = sorted([self._own, *(node for node, answer in answers.items() if answer)])
-        self._check_quorum(candidates)
-        if self._confirm_by is None:
-            self._confirmed, self._cut_off = (list(self._nodes), lost), cut_off
-        self._leader = candidates[0]
-        news: Message = {"leader": self._leader, "lost": self._nodes.pop(lost)["host"], "ended": sorted(self._ended)}
-        self._leads = self._leader == self._own
+    def _move(self, move: Move, members: Membership, mailbox: Mailbox) -> Message:
+        """Move to the store of the machine that leads from now on, which may be this one."""
+        from torch.distributed import DistNetworkError
+
+        mailbox.close()  # what was not sent is lost with the machine
+        host = self._nodes[move.lost]["host"]
+        news: Message = {"leader": move.leader, "lost": host, "term": move.term}
+        news |= {"ended": list(move.ended), "gone": list(move.gone), "new": list(move.new)}
+        self._nodes, self._leader, self._leads = members.nodes, move.leader, members.leads
         self._host, self._port = self._nodes[self._leader]["standby"]
-        self._confirm_by = None
         if self._leads:
             self._store = self._standby
             self._rank_store = open_store(self._address, 0, self._seconds, is_master=True)
-            news |= {"address": [self._address, self._rank_store.port], "others": candidates[1:]}
+            news |= {"address": [self._address, self._rank_store.port]}
             check_same(self._sign("phalanx"), self._request.get("identity") or {})
             agree_on_round(self._sign("phalanx"), self._round)
         else:
-            self._store = open_store(self._host, self._port, self._silence, is_master=False)
+            try:
+                self._store = open_store(self._host, self._port, self._silence, is_master=False)
+            except (DistNetworkError, RuntimeError):  # it was lost since: it refuses, or will be silent
+                mailbox.failed = True
+                return news
         self._attempt_store = self._sign(f"phalanx/{self._round}")
-        self._open_mailbox(len(self._nodes))
         if self._leads:
-            self._describe_run()
-        else:
-            self._confirm_by = time.monotonic() + 2 * self._silence + _CONFIRM_SECONDS
-            assert self._mailbox is not None, "opened above"
-            self._mailbox.wait_for(DECIDED)
+            reserve_names(self._attempt_store, self._last_name)
+        self._open_mailbox().start()
+        if self._signpost is not None:
+            self._signpost.stop()
+        if members.leaves_signpost:
+            self._signpost = Signpost(self._request, (self._host, self._port), self._signed)
+            self._signpost.start()
         return news
 
     def _describe_run(self) -> None:
-        """Say in the store of this machine, and at the endpoint, that it leads."""
+        """Say in the store of this machine that it leads."""
         assert self._attempt_store is not None, "opened before"
         facts = {"run_id": self._run_id, "leader": self._own, "num_nodes": len(self._nodes)}
-        describe_run(self._attempt_store, facts, self._last_name)
-        self._signpost = Signpost(self._request, (self._host, self._port), self._signed)
-        self._signpost.start()
+        describe_run(self._attempt_store, facts)
 
     def leave(self) -> None:
         """Send what is left, and leave; the leader leaves last, so that the others can still read."""
@@ -375,7 +444,7 @@ class NodeGroup:
             self._signpost.stop()
         if self._mailbox is not None:
             self._mailbox.close(_SEND_SECONDS)
-        lost = self._mailbox is not None and (self._mailbox.failed or self._mailbox.unreachable(_SUSPECT_SECONDS))
+        lost = self._mailbox is not None and (self._mailbox.failed or self._is_out_of_reach(self._mailbox))
         if self._attempt_store is None or lost:
             return
         with contextlib.suppress(DistNetworkError, RuntimeError):  # the leader has already ended
@@ -384,6 +453,10 @@ class NodeGroup:
             others = [f"left/{node}" for node in self._nodes]
             while self._leads and not self._attempt_store.check(others) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
+
+    def _is_out_of_reach(self, mailbox: Mailbox) -> bool:
+        period = beat_seconds(len(self._nodes) or self._request["num_nodes"])
+        return time.monotonic() - mailbox.contact > SUSPECT_SECONDS + 2 * period
 
 
 class Signpost:
@@ -407,12 +480,12 @@ class Signpost:
         while not self._stopped.wait(_SIGNPOST_SECONDS):
             # The endpoint may be a name that is not known, or where nothing answers as a store does.
             with contextlib.suppress(DistNetworkError, RuntimeError, ValueError, OSError):
-                if ask_all({"": self._endpoint}, _SUSPECT_SECONDS)[""]:
-                    store = open_store(*self._endpoint, _SUSPECT_SECONDS, is_master=False)
+                if ask_all({"": self._endpoint}, SUSPECT_SECONDS)[""]:
+                    store = open_store(*self._endpoint, SUSPECT_SECONDS, is_master=False)
                     self._signed(store, "phalanx").set(MOVED, json.dumps(self._address))
 
 
-def describe(node: str, nodes: dict[str, Entry]) -> str:
+def describe(node: str, nodes: Mapping[str, Entry]) -> str:
     """Return a machine in words: "1 (host, ranks 8-15)"."""
     node_rank = list(nodes).index(node)
     first = sum(entry["ranks"] for entry in list(nodes.values())[:node_rank])

@@ -1,15 +1,27 @@
-"""Whether other machines' launchers run: a connection to each is tried, to all at the same time, without waiting."""
+"""Whether other machines' launchers run: questions to many at the same time, and a standing watch of a few.
+
+`Probes` try a connection to each, without waiting. `NeighbourWatch` keeps connections to the standby stores of a few
+machines and asks them again and again, in threads: such a call to a machine that is cut off does not return.
+"""
 
 from __future__ import annotations
 
 import errno
 import select
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from phalanx.launch.membership import SUSPECT_SECONDS
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 Address = tuple[str, int]
 _POLL_SECONDS = 0.01
+_WATCH_SECONDS = 0.3
 
 
 class Probes:
@@ -60,3 +72,51 @@ def ask_all(addresses: Mapping[str, Address], seconds: float) -> dict[str, bool 
         found |= probes.answers()
         time.sleep(_POLL_SECONDS if len(found) < len(addresses) else 0.0)
     return found
+
+
+class NeighbourWatch:
+    """Asks the standby stores of some machines whether they are there."""
+
+    def __init__(self, open_store: Callable[[Address], Store], notify: Callable[[], None]) -> None:
+        """`open_store`: connect to a standby store. `notify`: called when a machine has ended."""
+        self._open_store, self._notify = open_store, notify
+        self._links: dict[str, _Link] = {}
+
+    def watch(self, addresses: Mapping[str, Address]) -> None:
+        """Watch these machines from now on, and no others."""
+        for name in [name for name in self._links if name not in addresses]:
+            self._links.pop(name).closed = True
+        for name, address in addresses.items():
+            if name not in self._links:
+                self._links[name] = _Link(address, self._open_store, self._notify)
+
+    def heard(self) -> dict[str, float | None]:
+        """Return when each machine has answered last; None: it refuses connections."""
+        return {name: None if link.ended else link.heard for name, link in self._links.items()}
+
+
+class _Link:
+    """A connection to a standby store, and when it has answered last."""
+
+    def __init__(self, address: Address, open_store: Callable[[Address], Store], notify: Callable[[], None]) -> None:
+        self._address, self._open_store, self._notify = address, open_store, notify
+        self.heard = time.monotonic()
+        self.ended = self.closed = False
+        threading.Thread(target=self._run, name="phalanx-neighbour", daemon=True).start()
+
+    def _run(self) -> None:
+        from torch.distributed import DistNetworkError
+
+        store: Store | None = None
+        while not self.closed and not self.ended:
+            try:
+                if store is None and ask_all({"": self._address}, SUSPECT_SECONDS)[""] is False:
+                    self.ended = True
+                    self._notify()
+                    return
+                store = store or self._open_store(self._address)
+                store.add("asked", 1)
+                self.heard = time.monotonic()
+            except (DistNetworkError, RuntimeError):
+                store = None
+            time.sleep(_WATCH_SECONDS)

@@ -149,9 +149,13 @@ class Rendezvous:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._outbox.flush()
 
-    def watch_nodes(self, entries: messages.Message) -> None:
-        """Watch other machines from now on, by their entries; None: not any more."""
-        self._send({"nodes": entries})
+    def watch_nodes(self, entries: messages.Message, version: int) -> None:
+        """Watch other machines from now on, by their entries; None: not any more. `version`: of the view."""
+        self._send({"nodes": entries, "version": version})
+
+    def lead(self, term: int) -> None:
+        """Tell the other machines that this one leads: enough of them have reported to it."""
+        self._send({"lead": term})
 
     def close(self) -> None:
         """Close the connection, which ends the agent."""
@@ -241,7 +245,9 @@ def _follow(launcher: socket.socket, nodes: NodeGroup) -> None:
                 if "gather" in request:
                     outbox.send({"node": nodes.gather(request["gather"], outbox.send)})
                 elif "nodes" in request:
-                    nodes.change(request["nodes"])
+                    nodes.change(request["nodes"], request["version"])
+                elif "lead" in request:
+                    nodes.lead(request["lead"])
                 else:
                     nodes.post(request["to"], request["post"])
             for message in nodes.news():

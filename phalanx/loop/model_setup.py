@@ -14,7 +14,6 @@ from phalanx.errors import UsageError
 from phalanx.features import feature
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
-from phalanx.loop.sync_norm import NormRanks, synchronise
 from phalanx.model import AdapterLayer, WrapsModel, implements
 from phalanx.strategies.tensors import find_blocks
 from phalanx.world.groups import build_axis_group
@@ -105,6 +104,7 @@ def _multiply_in_fp8(model: nn.Module, notes: list[str]) -> Callable[[], None]:
 
 def _synchronise_norms(model: nn.Module, world: World, gradients: Gradients, notes: list[str]) -> Callable[[], None]:
     """Let batch norms use the statistics of all ranks, or say that there are none; return what undoes it."""
+    from phalanx.loop.sync_norm import NormRanks, synchronise  # loads torch's compiler, which takes seconds
 
     def is_placeholder() -> bool:
         micro = gradients.micro

@@ -116,6 +116,9 @@ class CheckpointWriter:
         resume = self._formation.config.resume_from_checkpoint
         state = None
         env = self._formation.world.env
+        if self._policy.directory is not None and self._formation.is_main and self._policy.directory.exists():
+            with checkpoint.pass_fence(self._policy.directory, self._formation.run_id, env.group):
+                pass  # from now on no earlier group of this run publishes here
         if restarted := env.attempt + env.generation > 0 and self._policy.directory is not None:
             assert self._policy.directory is not None
             state = restore_snapshot(self._formation, self._policy.directory, required=False, this_run=True)

@@ -44,6 +44,7 @@ def begin_save(formation: FormationState, saver: checkpoint.Saver, directory: Pa
         request = checkpoint.Request(
             directory=directory,
             run_id=formation.run_id,
+            group=formation.world.env.group,
             kind=formation.config.checkpoint_kind,
             keep_last=formation.config.keep_last,
             keep_every=formation.config.keep_every,

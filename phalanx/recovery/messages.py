@@ -75,6 +75,8 @@ class Position(Wire):
     local_world_size: int
     node_rank: int
     generation: int
+    term: int
+    """How many times the leader has changed; with the generation the order of all groups."""
     began: float
     """When the change began, in seconds since the epoch by the leader's clock."""
     reason: str
@@ -94,6 +96,38 @@ class Wait(Wire):
 @dataclass(frozen=True)
 class End(Wire):
     """End: the run goes on without you, or is over."""
+
+
+# --- the view that all launchers share --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodeView(Wire):
+    """A node as every launcher knows it."""
+
+    host: str
+    slots: int
+    """How many ranks it runs at most."""
+    standby: tuple[str, int] | None = None
+    """Where its store is, for the case that it leads."""
+    ranks: int = 0
+    """How many ranks of the present group it runs; ranks are numbered node by node, in the order of their names."""
+    losses: int = 0
+    """How many of its ranks were lost lately."""
+
+
+@dataclass(frozen=True)
+class ViewChange(Wire):
+    """What has changed in the view of the group that all launchers share."""
+
+    version: int
+    term: int
+    generation: int
+    failures: int
+    nodes: Mapping[str, NodeView | None]
+    """Nodes that came or changed; None: lost or left out."""
+    whole: bool = False
+    """Whether these are all nodes."""
 
 
 # --- a launcher that follows, to the one that leads -------------------------------------------------------------------
@@ -147,12 +181,15 @@ class RankFacts(Wire):
 
 @dataclass(frozen=True)
 class Hello(Wire):
-    """The ranks of a node, for a leader that takes over."""
+    """The ranks of a node, for a leader that takes over; with it the node consents to be led."""
 
     ranks: tuple[RankFacts, ...]
+    term: int
+    """How many times the leader has changed, as the node has seen it."""
     version: int
-    generation: int
-    failures: int
+    """The last change of the view that the node knows."""
+    changes: tuple[ViewChange, ...] = ()
+    """That change and some before it: the leader may have missed them."""
 
 
 @dataclass(frozen=True)
@@ -204,31 +241,3 @@ class ResizeAnswer(Wire):
 @dataclass(frozen=True)
 class RunOver(Wire):
     """The ranks of all nodes have ended."""
-
-
-@dataclass(frozen=True)
-class NodeView(Wire):
-    """A node as every launcher knows it."""
-
-    host: str
-    slots: int
-    """How many ranks it runs at most."""
-    standby: tuple[str, int] | None = None
-    """Where its store is, for the case that it leads."""
-    ranks: int = 0
-    """How many ranks of the present group it runs; ranks are numbered node by node, in the order of their names."""
-    losses: int = 0
-    """How many of its ranks were lost lately."""
-
-
-@dataclass(frozen=True)
-class ViewChange(Wire):
-    """What has changed in the view of the group that all launchers share."""
-
-    version: int
-    generation: int
-    failures: int
-    nodes: Mapping[str, NodeView | None]
-    """Nodes that came or changed; None: lost or left out."""
-    whole: bool = False
-    """Whether these are all nodes."""

@@ -52,6 +52,8 @@ class RankEnv:
     """Whether Phalanx's launcher started the rank and reads its events and error record."""
     launch_id: str = ""
     """An id that the attempts of one launch share; empty where the starter restarts nothing."""
+    term: int = 0
+    """How often another launcher has taken over."""
     generation: int = 0
     """How often the group has changed while this process ran or waited (`membership`)."""
     failures: int = 0
@@ -60,6 +62,11 @@ class RankEnv:
     """Ranks that the run was started with; 0: as many as now."""
     knows_local_size: bool = True
     """Whether the starter has set how many ranks are on this machine; else `local_world_size` is a guess."""
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The order of the groups of a launch: attempt, term and generation; empty if the starter restarts nothing."""
+        return (self.attempt, self.term, self.generation) if self.supervised else ()
 
     @property
     def on_one_node(self) -> bool:
@@ -192,6 +199,7 @@ def _attempt(env: Mapping[str, str]) -> dict[str, Any]:
         "max_restarts": _integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
         "supervised": _SUPERVISED in env,
         "launch_id": _launch_id(env),
+        "term": _integer(env, "PHALANX_TERM", 0),
         "generation": _integer(env, "PHALANX_GENERATION", 0),
         "failures": _integer(env, "PHALANX_FAILURES", _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
         "planned": _integer(env, "PHALANX_PLANNED_RANKS", 0),

@@ -67,6 +67,24 @@ def test_another_right_answer_passes(right, tmp_path):
     assert result.passed, f"{result.message} (seed {result.seed})"
 
 
+STARTS = {
+    "subprocess": "import subprocess\nexec(subprocess.run(['cat', {0!r}], capture_output=True, text=True).stdout)\n",
+    "a shell": "import os\nexec(os.popen('cat ' + {0!r}).read())\n",
+    "fork and exec": "import os\nif os.fork() == 0:\n    os.execv('/bin/cat', ['cat', {0!r}])\nos.wait()\n",
+}
+
+
+@pytest.mark.parametrize("way", STARTS)
+def test_an_answer_starts_no_program_that_could_read_ours(way, tmp_path):
+    solution = LISTED["shard-indices"].solution
+    head, rest = solution.read_text().split("from dataclasses import dataclass\n")
+    file = tmp_path / solution.name
+    file.write_text(f"{head}from dataclasses import dataclass\n{STARTS[way].format(str(solution))}{rest}")
+    result = grade(exercise("shard-indices"), file)
+    assert not result.passed
+    assert "an answer starts no other programs" in result.message
+
+
 def test_there_are_enough_answers():
     wrong, right = Counter(each.exercise for each in WRONG), Counter(each.exercise for each in RIGHT)
     few = {name: (wrong[name], right[name] + 1) for name in OF_PHASES if wrong[name] < 10 or right[name] + 1 < 3}
@@ -77,11 +95,13 @@ def test_there_are_enough_answers():
 
 @pytest.mark.parametrize("name", LISTED)
 def test_a_todo_has_three_hints_and_gives_nothing_away(name):
-    template = COURSE / LISTED[name].template
-    assert len(hints(template, name)) == 3
-    block = re.search(rf"^ *# TODO {name}:.*\n((?: *#(?! TODO).*\n)+)", template.read_text(), re.MULTILINE)
-    assert block is not None
-    assert 5 <= len(block[0].splitlines()) + 1 <= 25
+    found = hints(name)
+    assert len(found) == 3
+    assert all(10 <= len(hint) <= 600 for hint in found)
+    text = (COURSE / LISTED[name].template).read_text()
+    assert len(re.findall(rf"^ *# TODO {name}: ", text, re.MULTILINE)) == 1
+    assert f"phalanx learn hint {name}\n" in text
+    assert not any(hint[:40] in text for hint in found)
 
 
 def test_files_are_as_long_as_they_may_be():
@@ -116,6 +136,15 @@ def test_pictures_are_what_their_script_draws(script, tmp_path):
     assert drawn
     for picture in drawn:
         assert picture.read_text() == (COURSE / "pictures" / picture.name).read_text(), picture.name
+
+
+def test_every_title_of_the_reading_list_has_a_stable_link():
+    text = (COURSE / "module-202" / "resources" / "recommended-reading.md").read_text()
+    titles = re.findall(r"\*\*(.*?)\*\*", text, re.DOTALL)
+    assert len(titles) >= 45
+    stable = r"https://(arxiv\.org/abs/\d{4}\.\d{4,5}|doi\.org/10\.\S+|\w+\.(usenix|nvidia|pytorch)\.(org|com)/\S+)"
+    without = [title for title in titles if not re.fullmatch(rf"\[[^\]]+\]\({stable}\)", title)]
+    assert not without
 
 
 def test_links_of_the_course_resolve():

@@ -65,7 +65,7 @@ def test_what_an_answer_starts_in_a_session_of_its_own_ends_with_it(tmp_path):
     answer = tmp_path / "launch.py"
     start = "subprocess.Popen(['sleep', '600'], start_new_session=True)"
     answer.write_text(f"import subprocess\n\n\ndef horovodrun_words(*_):\n    return [{start}.pid]\n")
-    (pid,) = run_ranks(Order(answer, words_of, 0, ({}, [], "lo")), tmp_path)[0].value
+    (pid,) = run_ranks(Order(answer, words_of, 0, ({}, [], "lo"), programs=True), tmp_path)[0].value
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

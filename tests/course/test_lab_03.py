@@ -201,7 +201,7 @@ def started_by(module, folder):
 
 def test_nothing_that_an_answer_started_stays_behind(tmp_path):
     (tmp_path / "system.py").write_text("")
-    pid = run_ranks(Order(tmp_path / "system.py", started_by, 0, (str(tmp_path),)), tmp_path)[0].value
+    pid = run_ranks(Order(tmp_path / "system.py", started_by, 0, (str(tmp_path),), programs=True), tmp_path)[0].value
     assert not alive(pid)
 
 

@@ -155,3 +155,6 @@ def test_the_script_of_a_phase_grades_a_folder(learner):
     graded = finish(python(COURSE / "test_phase1.py", EXERCISE, "--folder", learner, cwd=learner))
     assert graded.code == 0, graded.text
     assert f"passed  {EXERCISE}" in graded.out
+    hinted = finish(python(COURSE / "test_phase1.py", EXERCISE, "--hint", "2", cwd=learner))
+    assert hinted.code == 0, hinted.text
+    assert hinted.out.startswith(f"{EXERCISE}, hint 2: ")

@@ -41,6 +41,20 @@ def test_the_bank_covers_all_lectures_and_kinds():
     assert {question.kind for question in BANK.values()} == set(KINDS)
 
 
+def test_lengths_give_no_answer_away():
+    single = [question for question in BANK.values() if question.kind == "single"]
+    longest = shortest = 0
+    for question in single:
+        lengths = sorted(len(option.text) for option in question.options)
+        right = next(len(option.text) for option in question.options if option.right)
+        longest += right == lengths[-1] > lengths[-2]
+        shortest += right == lengths[0] < lengths[1]
+        assert lengths[-1] <= 2 * lengths[-2], question.id
+        assert right >= lengths[-1] / 2, question.id
+    assert longest <= 0.3 * len(single)
+    assert shortest <= 0.5 * len(single)
+
+
 def test_a_second_try_has_other_questions_and_all_lectures():
     first = draw(1)
     second = draw(2, seen=[question.id for question in first])

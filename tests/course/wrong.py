@@ -59,7 +59,7 @@ class Right:
         return "".join([*lines[:at], self.code.strip("\n") + "\n\n\n", *lines[at:]])
 
 
-TEMPLATES = (*(name for phase in PHASES for name in phase.templates), "assessment")
+TEMPLATES = (*(name for phase in PHASES for name in phase.templates), "assessment", "variations")
 LISTED: dict[str, Listed] = {each.name: each for phase in ALL for each in listed(phase)}
 OF_PHASES = [each.name for phase in PHASES for each in listed(phase)]
 WRONG: tuple[Wrong, ...] = tuple(each for name in TEMPLATES for each in import_module(f"wrong_{name}").WRONG)

@@ -551,7 +551,7 @@ ELASTIC = (
     Wrong(
         "elastic",
         "mean of each share",
-        ((".square().sum() / total", ".square().mean() / dist.get_world_size()"),),
+        ((".mean(1).sum() / total", ".mean() / dist.get_world_size()"),),
         says="the gradient is the sum over all samples",
         fast=True,
     ),
@@ -564,7 +564,7 @@ ELASTIC = (
     Wrong(
         "elastic",
         "no division",
-        ((".square().sum() / total", ".square().sum()"),),
+        ((".mean(1).sum() / total", ".mean(1).sum()"),),
         says="the gradient is the sum over all samples",
     ),
     Wrong(
@@ -956,7 +956,7 @@ class ElasticTraining:
     def step(self, inputs, targets):
         self.model.zero_grad()
         ((self.model(inputs) - targets) ** 2).sum().backward()
-        flat = torch.cat([p.grad.flatten() for p in self.model.parameters()] + [torch.tensor([float(len(inputs))])])
+        flat = torch.cat([p.grad.flatten() for p in self.model.parameters()] + [torch.tensor([float(targets.numel())])])
         dist.all_reduce(flat)
         flat /= flat[-1].clone()
         at = 0

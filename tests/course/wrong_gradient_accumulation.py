@@ -472,7 +472,7 @@ WRONG = (
         "loss-scaling",
         "only the rank with the overflow calls",
         ((AGREED, f"if overflow.item():\n            {AGREED}"),),
-        says="each rank decides alone",
+        says="every rank must make the all-reduce of the flag",
     ),
     Wrong(
         "loss-scaling",

@@ -653,7 +653,7 @@ class StragglerWatch:
     ),
     Right(
         "find-stragglers",
-        "torch.median and an all-reduce",
+        "statistics.median and an all-reduce",
         """
 class StragglerWatch:
     def __init__(self, factor=1.3):
@@ -674,8 +674,10 @@ class StragglerWatch:
         return self.judge(table[..., 0], table[..., 1])
 
     def judge(self, compute, waiting):
-        typical = compute.median(dim=1).values
-        ratio = typical / typical.median()
+        import statistics
+
+        typical = torch.tensor([statistics.median(row) for row in compute.tolist()])
+        ratio = typical / statistics.median(typical.tolist())
         ranks = [rank for rank in range(len(ratio)) if ratio[rank] > self.factor]
         healthy = [rank for rank in range(len(ratio)) if rank not in ranks]
         lost = (compute.max(0).values - compute[healthy].max(0).values).mean()

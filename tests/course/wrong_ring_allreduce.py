@@ -577,7 +577,7 @@ WRONG = (
         "overlap",
         "does not divide",
         (("flat / dist.get_world_size())", "flat)"),),
-        says="the sum over the 2 ranks, not the mean",
+        says="the sum over the 3 ranks, not the mean",
     ),
     Wrong(
         "overlap",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,8 @@ from long_proofs import long_proof
 from network_hosts import HostNamespace, named, network
 
 from phalanx.recovery import request_ranks
+from tests.simulation.history import failure_of
+from tests.simulation.plan import Fault, draw
 
 SCRIPT = """
 import os, sys, time
@@ -46,7 +51,7 @@ model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16
 least, most, nodes, node = (int(word) for word in sys.argv[2:6])
 trainer = phalanx.PyTorchDDPTrainer(
     model=model, num_workers=(least, most), num_nodes=nodes, node_rank=node, rdzv_endpoint=sys.argv[6],
-    strategy="ring", fixed_order=True, device="cpu", batch_size=4, learning_rate=0.02,
+    strategy="ring", fixed_order="ANY_SIZE" not in os.environ, device="cpu", batch_size=4, learning_rate=0.02,
     max_steps=int(os.environ["STEPS"]), max_restarts=4, heartbeat_timeout=2.0, timeout=60.0,
     progress=False, callbacks=[Pause()],
     run_dir=os.path.join(FOLDER, f"run{node}"), checkpoint_dir=os.path.join(FOLDER, "checkpoints"),
@@ -309,3 +314,66 @@ def test_a_slow_link_is_not_a_lost_machine(cluster, quiet):
     two.end(0, 1)
     assert not two.events("recovered")
     assert_equal(quiet, two.weights(0))
+
+
+# --- as the simulation says -------------------------------------------------------------------------------------------
+
+
+def simulated(nodes: int, *faults: Fault) -> list[str]:
+    """Return what simulated launchers decide about lost ranks."""
+    plan = dataclasses.replace(
+        draw(1), nodes=nodes, ranks_per_node=1, least=1, steps=60, faults=faults, max_restarts=4, silence=2.0,
+        step_seconds=0.5, delay=(50e-6, 1e-3), skew=0.0, needs_release=False, restarts=True,
+    )  # fmt: skip
+    result = failure_of(plan)
+    assert result.violation is None
+    decisions = [decision for decision in result.cluster.decisions if decision[0] in ("replace", "shrink")]
+    return [
+        "a new rank takes its place" if kind == "replace" else f"going on with {size} rank" for kind, size in decisions
+    ]
+
+
+def real(one: Cluster, disturb: Callable[[Cluster], None], *ends: int) -> list[str]:
+    """Return what real launchers say that they have decided."""
+    one.env["ANY_SIZE"] = "1"
+    one.start(*range(len(one.hosts)))
+    one.wait_for_step(10)
+    disturb(one)
+    one.end(*ends)
+    return decisions_of(one)
+
+
+def decisions_of(one: Cluster) -> list[str]:
+    """Return the decisions in the output of all launchers, in the order of time."""
+    said = r"^(\d\d:\d\d:\d\d) rank \d+ .*; (a new rank takes its place|going on with \d+ rank)"
+    return [what for _, what in sorted(re.findall(said, one.outputs(), re.MULTILINE))]
+
+
+CASES: dict[str, tuple[int, tuple[Fault, ...], Callable[[Cluster], None], tuple[int, ...]]] = {
+    "a lost node": (3, (Fault(12.0, "kill_machine", 1),), lambda one: one.kill(1), (0, 2)),
+    "the lost leader": (3, (Fault(12.0, "kill_machine", 0),), lambda one: one.kill(0), (1, 2)),
+    "a node and then the leader": (
+        4,
+        (Fault(12.0, "kill_machine", 3), Fault(18.0, "kill_machine", 0)),
+        lambda one: (one.kill(3), wait_for_losses(one, 1), one.kill(0)),
+        (1, 2),
+    ),
+    "a killed rank": (3, (Fault(12.0, "kill_rank", 2),), lambda one: (one.folder / "die-2-20").touch(), (0, 1, 2)),
+}
+
+
+def wait_for_losses(one: Cluster, count: int) -> None:
+    """Wait until so many losses were decided, and ten steps longer."""
+    deadline = time.monotonic() + 120
+    while len(decisions_of(one)) < count and time.monotonic() < deadline:
+        time.sleep(0.1)
+    one.wait_for_step(max(event["step"] for event in one.events("step")) + 10)
+
+
+@long_proof
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_real_and_simulated_launchers_decide_the_same(cluster, case):
+    nodes, faults, disturb, ends = case
+    expected = simulated(nodes, *faults)
+    assert expected
+    assert real(cluster(nodes, ranks=(1, nodes), pause=0.15), disturb, *ends) == expected

@@ -30,9 +30,11 @@ from phalanx.recovery.launcher.protocol import (
     AllOver,
     Deliver,
     GiveUp,
+    Lead,
     LeaderLost,
     Mailed,
     NodesChanged,
+    NodesLost,
     Rank,
     RankCrashed,
     RankFinished,
@@ -59,6 +61,8 @@ from phalanx.recovery.messages import (
     RankReady,
     ResizeAnswer,
     ResizeAsked,
+    RunOver,
+    StartRanks,
     ViewChange,
 )
 from phalanx.recovery.ranks.member import export
@@ -69,20 +73,21 @@ from phalanx.world.env import read_rank_env
 
 @pytest.fixture
 def mailbox():
-    """A mailbox whose thread does not run: `_exchange` is called by the test."""
-    return Mailbox(dist.HashStore(), "00002")
+    """The leader's mailbox, whose thread does not run: the test calls what it does."""
+    store = dist.HashStore()
+    return Mailbox(lambda: store, "00002", "00002", period=lambda: 1.0)
 
 
 def test_a_message_that_was_counted_and_not_written_holds_nothing_up(mailbox):
     store = mailbox._store
     store.add("mail/00002", 1)  # its sender is killed here
     store.add("mail/00002", 1)
-    store.set("mail/00002/2", json.dumps({"number": 2}))
-    mailbox._exchange()
+    store.set("mail/00002/2", json.dumps([["00002", {"number": 2}]]))
+    mailbox._exchange_as_leader()
     assert mailbox.receive() == [{"number": 2}]
-    store.set("mail/00002/1", json.dumps({"number": 1}))  # or was only slow
-    mailbox._exchange()
-    mailbox._exchange()
+    store.set("mail/00002/1", json.dumps([["00002", {"number": 1}]]))  # or was only slow
+    mailbox._exchange_as_leader()
+    mailbox._exchange_as_leader()
     assert mailbox.receive() == [{"number": 1}]
 
 
@@ -90,9 +95,9 @@ def test_a_message_from_outside_the_job_is_refused_and_the_next_one_is_read(mail
     inner = mailbox._store
     mailbox._store = sign_store(inner, {VARIABLE: "secret"})
     inner.add("mail/00002", 2)
-    inner.set("mail/00002/1", json.dumps({"abort": "all"}))
-    mailbox._store.set("mail/00002/2", json.dumps({"number": 2}))
-    mailbox._exchange()
+    inner.set("mail/00002/1", json.dumps([["00002", {"abort": "all"}]]))
+    mailbox._store.set("mail/00002/2", json.dumps([["00002", {"number": 2}]]))
+    mailbox._exchange_as_leader()
     assert mailbox.receive() == [{"number": 2}]
     assert "that no rank of this job has signed" in capsys.readouterr().err
 
@@ -124,15 +129,15 @@ class Launcher:
 
 def position(rank: int = 1, **fields) -> Position:
     given = {"rank": rank, "local_rank": 0, "world_size": 3, "local_world_size": 1, "node_rank": 1, "generation": 4}
-    return Position(**{**given, "began": 0.0, "reason": "", "failures": 2, **fields})
+    return Position(**{**given, "term": 0, "began": 0.0, "reason": "", "failures": 2, **fields})
 
 
 def test_messages_arrive_as_they_were_sent():
     facts = RankFacts("r1", 1, 1, 0, None, True, RankReady("lost", 5))
     for message in (
-        Hello((facts,), 3, 2, 1),
+        Hello((facts,), 3, 2, (ViewChange(2, 3, 4, 1, {"00001": None}),)),
         Orders((("r1", position(lost=(0, 2))), ("r2", End()))),
-        ViewChange(1, 2, 3, {"00001": NodeView("a", 2, ("10.0.0.1", 5), 1), "00002": None}),
+        ViewChange(1, 2, 3, 4, {"00001": NodeView("a", 2, ("10.0.0.1", 5), 1), "00002": None}),
         LostRank("r1", 2, "raised", {"cause": "x", "details": ("a", "b")}),
     ):
         assert decode(json.loads(json.dumps(encode(message)))) == message
@@ -141,51 +146,66 @@ def test_messages_arrive_as_they_were_sent():
 def test_failures_that_the_lost_launcher_counted_are_not_forgotten():
     """A follower knows them from the view; one that missed the last change, from the reports of the others."""
     launcher = Launcher("00002")
-    launcher.happen(Mailed("00001", ViewChange(1, 4, 2, {})))
-    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",)))
+    launcher.happen(Mailed("00001", ViewChange(1, 0, 4, 2, {})))
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1))
     facts = RankFacts("r2", 2, 2, 0, None, True, None)
-    launcher.happen(Mailed("00003", Hello((facts,), 2, 4, 3)), Tick())
+    launcher.happen(Mailed("00003", Hello((facts,), 1, 2, (ViewChange(2, 0, 4, 3, {}),))), Tick())
     assert launcher.node.leads
     assert launcher.node.failures == 4, "and the loss of that machine"
 
 
+def hello(*facts: RankFacts, **fields: Any) -> Hello:
+    return Hello(facts, **{"term": 1, "version": 0, **fields})
+
+
 def test_a_machine_that_reports_after_another_took_over_is_left_out():
     """Its launcher ends; the others, which it must not stop, go on."""
-    launcher = Launcher("00002")
-    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",), ended=("00001",)))
+    launcher = Launcher("00002", machines=4)
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1, ended=("00001",)))
+    launcher.happen(Mailed("00003", hello()))
     launcher.now = 10.0
     launcher.happen(Tick())
-    assert launcher.node.leads
-    ((to, message),) = launcher.happen(Mailed("00003", Hello((), 0, 0, 0)))
-    assert (to, type(message)) == ("00003", LeftOut)
-    late = Launcher("00003")
+    assert launcher.kinds(Lead) == [Lead(1)]
+    ((to, message),) = launcher.happen(Mailed("00004", hello()))
+    assert (to, type(message)) == ("00004", LeftOut)
+    late = Launcher("00004", "00002", machines=4)
     late.happen(Mailed("00002", message))
     assert [give_up.alone for give_up in late.kinds(GiveUp)] == [True]
 
 
-def test_a_machine_that_only_it_has_lost_the_leader_does_not_lead_alone():
-    """The other one, which sees the leader still, does not report to it."""
+@pytest.mark.parametrize("ended", [(), ("00001",)], ids=["out of reach", "ended"])
+def test_a_machine_that_no_other_one_reports_to_does_not_lead_alone(ended):
+    """The other one may see the leader still, or follow another one."""
     launcher = Launcher("00002")
-    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",)))
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1, ended))
     launcher.now = 10.0
     launcher.happen(Tick())
     assert not launcher.node.leads
     assert [give_up.alone for give_up in launcher.kinds(GiveUp)] == [True]
 
 
+def test_a_machine_that_ended_while_another_took_over_is_not_waited_for():
+    launcher = Launcher("00002")
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1, ("00001",)))
+    launcher.happen(Tick())
+    assert not launcher.node.leads
+    launcher.happen(NodesLost(("00003",), ended=("00003",)), Tick())
+    assert launcher.node.leads
+
+
 def test_reports_that_come_before_a_launcher_knows_that_it_takes_over_are_kept():
     launcher = Launcher("00002")
-    launcher.happen(Mailed("00003", Hello((RankFacts("r2", 2, 2, 0, None, True, None),), 0, 1, 0)))
-    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00003",)), Tick())
+    launcher.happen(Mailed("00003", hello(RankFacts("r2", 2, 2, 0, None, True, None))))
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1), Tick())
     assert [rank.key for rank in launcher.node.group.members] == ["r1", "r2"]
 
 
 def test_a_new_leader_does_not_count_a_machine_that_was_lost_before():
     """It would wait for it at the end, and start ranks on it."""
     launcher = Launcher("00002")
-    launcher.happen(Mailed("00001", ViewChange(1, 1, 1, {"00003": None})))
-    assert launcher.kinds(NodesChanged) == [NodesChanged({"00003": None})]
-    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ended=("00001",)), Tick())
+    launcher.happen(Mailed("00001", ViewChange(1, 0, 1, 1, {"00003": None})))
+    assert launcher.kinds(NodesChanged) == [NodesChanged({"00003": None}, 1)]
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1, ended=("00001",)), Tick())
     assert list(launcher.node.view.nodes) == ["00002"]
     launcher.happen(RankFinished("r1"), AllHereEnded())
     assert launcher.kinds(AllOver)
@@ -194,20 +214,46 @@ def test_a_new_leader_does_not_count_a_machine_that_was_lost_before():
 def test_a_new_leader_knows_a_machine_that_came_late():
     launcher = Launcher("00002")
     came = NodeView("late", 1, ("10.0.0.4", 1))
-    launcher.happen(Mailed("00001", ViewChange(1, 1, 1, {"00004": came, "00003": None})))
-    assert launcher.kinds(NodesChanged) == [NodesChanged({"00003": None, "00004": came})]
-    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), ("00004",)))
+    launcher.happen(Mailed("00001", ViewChange(1, 0, 1, 1, {"00004": came, "00003": None})))
+    assert launcher.kinds(NodesChanged) == [NodesChanged({"00004": came, "00003": None}, 1)]
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1))
     facts = RankFacts("r3", 3, 2, 0, None, True, None)
-    launcher.happen(Mailed("00004", Hello((facts,), 1, 2, 1)))
+    launcher.happen(Mailed("00004", hello(facts, version=1)))
     sent = launcher.happen(Tick())
     assert ("00004", Orders) in [(to, type(message)) for to, message in sent], "its ranks get orders"
+
+
+def test_changes_that_only_others_have_seen_are_known_to_a_new_leader_and_then_to_all():
+    """The leader before was lost while it told them that a machine had come, and another one had gone."""
+    launcher = Launcher("00002", machines=4)
+    came = NodeView("late", 1, ("10.0.0.5", 1))
+    changes = (ViewChange(1, 0, 1, 1, {"00003": None}), ViewChange(2, 0, 1, 1, {"00005": came}))
+    launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1, ("00001",)))
+    launcher.happen(Mailed("00004", hello(version=2, changes=changes)), Mailed("00005", hello(version=2)), Tick())
+    launcher.now = 20.0
+    sent = launcher.happen(Tick())
+    assert list(launcher.node.view.nodes) == ["00002", "00004", "00005"]
+    behind = Launcher("00002", machines=4)
+    behind.node.view.apply(changes[0])
+    behind.node.view.apply(changes[1])
+    behind.happen(LeaderLost("00002", ("10.0.0.2", 1), 1, ("00001",)))
+    sent = behind.happen(Mailed("00004", hello()), Mailed("00005", hello(version=2)), Tick())
+    assert [message for to, message in sent if to == "00004"][:2] == list(changes)
 
 
 def test_a_view_of_a_leader_before_the_last_is_not_applied():
     launcher = Launcher("00003")
     launcher.happen(LeaderLost("00002"))
-    launcher.happen(Mailed("00001", ViewChange(9, 9, 9, {"00002": None})))
+    launcher.happen(Mailed("00001", ViewChange(9, 9, 9, 9, {"00002": None})))
     assert "00002" in launcher.node.view.nodes
+
+
+def test_orders_of_a_leader_before_the_last_are_not_obeyed():
+    launcher = Launcher("00003")
+    launcher.happen(LeaderLost("00002"))
+    for message in (Orders((("r2", End()),)), StartRanks(1, 2), LeftOut("it is slow"), RunOver()):
+        assert launcher.happen(Mailed("00001", message)) == []
+        assert launcher.actions == []
 
 
 def test_orders_to_the_ranks_of_a_machine_are_one_message():
@@ -314,7 +360,7 @@ def test_requests_are_no_failures_of_the_run(monkeypatch):
     monkeypatch.delenv("PHALANX_FAILURES")
     assert read_rank_env().failures == 1, "without Phalanx's launcher: the restarts"
     monkeypatch.setenv("PHALANX_FAILURES", "0")
-    export(Position(0, 0, 2, 2, 0, generation=7, began=0.0, reason="a request for 2 ranks", failures=1))
+    export(Position(0, 0, 2, 2, 0, generation=7, term=0, began=0.0, reason="a request for 2 ranks", failures=1))
     env = read_rank_env()
     assert (env.generation, env.failures) == (7, 1)
 

@@ -129,6 +129,13 @@ def test_a_formation_loads_few_modules():
     assert int(done.stdout) <= FORMATION_MODULES
 
 
+def test_a_formation_loads_no_compiler():
+    """It takes longer to import than torch, and most runs compile nothing."""
+    code = "import sys, phalanx; phalanx.Formation; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_the_command_train_loads_no_tool():
     code = "import sys, phalanx.cli.train; print([name for name in sys.modules if name.startswith('phalanx.tools')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -50,17 +50,18 @@ def rank_accumulate(
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     before = torch.cat([param.detach().flatten().clone() for param in model.parameters()])
-    loss = module.accumulation_step(model, optimizer, make_tokens(seed, shares)[rank])
+    loss = module.accumulation_step(model, optimizer, iter(make_tokens(seed, shares)[rank]))
     after = torch.cat([param.detach().flatten() for param in model.parameters()])
     return {"update": (before - after) / RATE, "loss": float(loss)}
 
 
 def grade_over_ranks(attempt: Attempt) -> None:
-    """Check the update and the bytes for ranks with different numbers of tokens, then for one without any."""
+    """Check the update and the bytes for ranks with different numbers of tokens, with none, with no micro-batch."""
     draw = random.Random(attempt.seed())
     for shares in (
         [[(3, 17), (2, draw.randint(3, 5)), (1, 6)], [(2, draw.randint(7, 9))]],
-        [[(2, 9), (2, 11)], [(2, 0)], [(1, draw.randint(2, 5))]],
+        [[(2, 9), (2, 0), (2, 11)], [(2, 0)], [(1, draw.randint(2, 5))]],
+        draw.sample([[(1, draw.randint(1, 6)) for _ in range(9)], [], [(2, 0), (2, draw.randint(7, 12))]], 3),
     ):
         seed = attempt.seed()
         where = f"Tokens by rank and micro-batch {[[tokens for _, tokens in of_rank] for of_rank in shares]}"
@@ -71,7 +72,8 @@ def grade_over_ranks(attempt: Attempt) -> None:
                 raise
             raise Mistake(
                 f"{where}: the ranks make different numbers of collective calls. They have different numbers of "
-                f"micro-batches: no call may depend on that. {mistake}",
+                f"micro-batches, and one of them may have none, so that its parameters have no gradient: no call may "
+                f"depend on that. {mistake}",
                 see=OVER_RANKS,
             ) from mistake
         check_waited(answers)
@@ -81,9 +83,10 @@ def grade_over_ranks(attempt: Attempt) -> None:
 def check_update(where: str, seed: int, shares: list[list[tuple[int, int]]], answers: list[Answer]) -> None:
     """Raise a Mistake unless update, loss and bytes are right on all ranks."""
     sums = [[sum_gradient(seed, pair) for pair in of_rank] for of_rank in make_tokens(seed, shares)]
-    gradient_bytes = 8 * sums[0][0][1].numel()
+    empty = torch.zeros_like(next(grad for of_rank in sums for _, grad in of_rank))
+    gradient_bytes = 8 * empty.numel()
     tokens = [sum(count for _, count in of_rank) for of_rank in shares]
-    rank_sums = [torch.stack([grad for _, grad in of_rank]).sum(0) for of_rank in sums]
+    rank_sums = [torch.stack([empty, *(grad for _, grad in of_rank)]).sum(0) for of_rank in sums]
     total = torch.stack(rank_sums).sum(0)
     right = total / sum(tokens)
     for rank, answer in enumerate(answers):
@@ -130,6 +133,10 @@ def update_guesses(
         for of_rank, part in zip(shares, sums, strict=True)
         for (_, count), (_, grad) in zip(of_rank, part, strict=True)
     ]
+    of_ranks = [
+        [grad / max(1, count) for (_, count), (_, grad) in zip(of_rank, part, strict=True)]
+        for of_rank, part in zip(shares, sums, strict=True)
+    ]
     means = [grad / max(1, count) for grad, count in zip(rank_sums, tokens, strict=True)]
     right = total / sum(tokens)
     return [
@@ -142,6 +149,21 @@ def update_guesses(
         (torch.stack(means).mean(0), "every rank counts alike although the tokens differ: divide by all tokens"),
         (torch.stack(pieces).mean(0), "every micro-batch counts alike although the tokens differ"),
         (torch.stack(pieces).sum(0), "the means of the micro-batches are summed"),
+        (
+            torch.stack(pieces).sum(0) / sum(tokens),
+            "each micro-batch's loss is divided by its own tokens, and the sum by all tokens again: leave the sums as "
+            "they are, and divide once at the end",
+        ),
+        (
+            torch.stack(pieces).sum(0) / world,
+            "each micro-batch's loss is divided by its own tokens, and the sum by the ranks: divide the sums once at "
+            "the end, by the tokens of all ranks",
+        ),
+        (
+            sum(torch.stack(part).mean(0) for part in of_ranks if part) / world,
+            "the mean over the ranks of the means over their micro-batches: a micro-batch of few tokens counts as much "
+            "as one of many. Divide the sums once at the end, by the tokens of all ranks",
+        ),
         (total, "the sum over the tokens is not divided by their number"),
         (total / tokens[rank], "the sum is divided by the tokens of this rank: reduce the number of tokens, too"),
         (right / world, "the gradient is divided by the tokens and by the ranks: only the tokens count"),
@@ -166,7 +188,8 @@ def check_token_loss(where: str, rank: int, found: float, tokens: list[int], los
         sums[rank]: "it is the sum over the tokens of this rank",
         sums[rank] / sum(tokens): "the loss of this rank only is divided by all tokens",
         sum(part / max(1, count) for part, count in zip(sums, tokens, strict=True)) / len(sums): "ranks count alike",
-        losses[rank][-1]: "it is the loss of the last micro-batch",
     }
+    if losses[rank]:
+        texts[losses[rank][-1]] = "it is the loss of the last micro-batch"
     text = next((text for value, text in texts.items() if math.isclose(found, value, rel_tol=1e-6)), "")
     raise Mistake(f"{where}: rank {rank} returned the loss {found:.4f}, expected {right:.4f}: {text}.", see=OVER_RANKS)

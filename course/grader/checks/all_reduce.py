@@ -246,21 +246,24 @@ class Clock:
 class Link:
     """A network with a known cost: an all-reduce takes alpha + beta * bytes on the slowest rank."""
 
-    def __init__(self, rank: int, alpha: float, beta: float, clock: Clock) -> None:
+    def __init__(self, rank: int, alpha: float, beta: float, clock: Clock, outlier: int, alternate: bool) -> None:
         self.rank, self.alpha, self.beta, self.clock = rank, alpha, beta, clock
+        self.outlier, self.alternate = outlier, alternate
         self.calls: Counter[int] = Counter()
 
     def seconds(self, size: int) -> float:
-        """Return the seconds of a call on this rank: rank 0 needs half as long as the others."""
-        return (self.alpha + self.beta * size) * (0.5 if self.rank == 0 else 1.0)
+        """Return the seconds of a call on this rank: one rank, always rank 0 or each in turn, needs half as long."""
+        fast = self.calls[size] % 2 if self.alternate else 0
+        return (self.alpha + self.beta * size) * (0.5 if self.rank == fast else 1.0)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Wait for the other ranks, then as long as the network takes."""
         size = tensor.numel() * tensor.element_size()
-        extra = {0: FIRST_CALL, 3: OUTLIER}.get(self.calls[size], 0.0)
+        extra = {self.outlier: OUTLIER, 0: FIRST_CALL}.get(self.calls[size], 0.0)
+        seconds = self.seconds(size) + extra
         self.calls[size] += 1
         self.clock.meet()
-        self.clock.now += self.seconds(size) + extra
+        self.clock.now += seconds
 
     def prepare(self, size: int) -> Tensor:
         """Return a tensor of `size` bytes; rank 1 takes longer for it."""
@@ -268,12 +271,14 @@ class Link:
         return torch.zeros(size // 4)
 
 
-def rank_measure(module: ModuleType, rank: int, world: int, alpha: float, beta: float) -> dict[str, Any]:
-    """Measure an artificial network."""
+def rank_measure(
+    module: ModuleType, rank: int, world: int, alpha: float, beta: float, repeats: int, outlier: int, alternate: bool
+) -> dict[str, Any]:
+    """Measure an artificial network, in which the call number `outlier` of each size is slow (0: none)."""
     clock = Clock()
     clock.install(module)
-    link = Link(rank, alpha, beta, clock)
-    cost = module.measure_all_reduce(link.all_reduce, link.prepare, list(SIZES), repeats=REPEATS)
+    link = Link(rank, alpha, beta, clock, outlier, alternate)
+    cost = module.measure_all_reduce(link.all_reduce, link.prepare, list(SIZES), repeats=repeats)
     return {"alpha": float(cost.alpha), "beta": float(cost.beta), "calls": dict(link.calls)}
 
 
@@ -316,14 +321,25 @@ def guesses(alpha: float, beta: float) -> list[tuple[float, float, str]]:
 def grade_measure(attempt: Attempt) -> None:
     """Check the fitted cost on a network that the grader slows down by a known amount."""
     alpha, beta = attempt.random.uniform(0.004, 0.006), attempt.random.uniform(8e-9, 12e-9)
-    answers = attempt.run(rank_measure, 2, (alpha, beta), timeout=HANG_SECONDS)
-    check_calls(answers)
-    text = explain_cost(answers, alpha, beta)
-    if text:
-        raise Mistake(text, see="Measure and predict the cost of an all-reduce")
+    see = "Measure and predict the cost of an all-reduce"
+    answers = attempt.run(rank_measure, 2, (alpha, beta, REPEATS, 3, False), timeout=HANG_SECONDS)
+    check_calls(answers, REPEATS)
+    if text := explain_cost(answers, alpha, beta):
+        raise Mistake(text, see=see)
+    others = (
+        (3, 1, False, "one of three calls is slow, and it moves the result. Is the slow first"
+         " call among those that the median is taken of?"),
+        (4, 0, True, "the ranks are slow in turn. The seconds of one call are those of its slowest rank: take the "
+         "maximum over the ranks for each call, and the median over the calls then"),
+    )  # fmt: skip
+    for repeats, outlier, alternate, reason in others:
+        answers = attempt.run(rank_measure, 2, (alpha, beta, repeats, outlier, alternate), timeout=HANG_SECONDS)
+        check_calls(answers, repeats)
+        if text := explain_cost(answers, alpha, beta, known=False):
+            raise Mistake(f"With repeats={repeats}: {text} Here {reason}", see=see)
 
 
-def check_calls(answers: list[Answer]) -> None:
+def check_calls(answers: list[Answer], repeats: int) -> None:
     """Raise a Mistake unless each size was measured, and not too often."""
     calls = answers[0].value["calls"]
     unknown = sorted(set(calls) - set(SIZES))
@@ -333,12 +349,12 @@ def check_calls(answers: list[Answer]) -> None:
     if unknown:
         raise Mistake(f"An all_reduce had {unknown[0]} bytes, which is not one of the sizes: prepare takes bytes.")
     most = max(calls.values())
-    if most > REPEATS + 2:
-        raise Mistake(f"A size was measured {most} times; with repeats={REPEATS} it should be {REPEATS + 2} at most.")
+    if most > repeats + 2:
+        raise Mistake(f"A size was measured {most} times; with repeats={repeats} it should be {repeats + 2} at most.")
 
 
-def explain_cost(answers: list[Answer], alpha: float, beta: float) -> str:
-    """Return which mistake the costs look like, or nothing if they are right."""
+def explain_cost(answers: list[Answer], alpha: float, beta: float, known: bool = True) -> str:
+    """Return which mistake the costs look like, if it is one of the `known` ones, or nothing if they are right."""
     found: list[tuple[float, float]] = [(answer.value["alpha"], answer.value["beta"]) for answer in answers]
     if not all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(*found, strict=True)):
         return (
@@ -357,4 +373,4 @@ def explain_cost(answers: list[Answer], alpha: float, beta: float) -> str:
         f"A call takes {1000 * alpha:.2f} ms + {1e9 * beta:.2f} ns per byte on this network; you found "
         f"alpha = {1000 * found[0][0]:.2f} ms, beta = {1e9 * found[0][1]:.2f} ns"
     )
-    return f"{text}: {best[2]}." if best[2] and distance(best) < 0.1 else f"{text}."
+    return f"{text}: {best[2]}." if known and best[2] and distance(best) < 0.1 else f"{text}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from grader.checks.talk import Late, repeat_if_late
 from grader.exercise import Attempt, Exercise, Mistake
 from grader.ranks import Answer, marker
 
@@ -18,6 +20,7 @@ _TEMPLATE = "module-202/assessment/starter/system.py"
 _FORBIDDEN = ("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.algorithms")
 _LATENCY = 0.004
 """Seconds that each collective takes longer, as on a slow network."""
+_TIMED_STEPS, _TIMED_LAYERS = 10, 12
 
 
 def make_model(seed: int, layers: int = 3, width: int = 12) -> nn.Module:
@@ -67,12 +70,13 @@ def run_system(
     folder: str,
     every: int = 2,
     stop: int = 0,
+    victim: int = 1,
 ) -> dict[str, Any]:
-    """Train with the learner's system; rank 1 is killed before step `stop`, if one is given."""
+    """Train with the learner's system; a rank is killed before step `stop`, if one is given."""
     model = make_model(seed if rank == 0 else seed + rank)
     inputs, targets = make_data(seed, rows)
     system = module.TrainingSystem(model, 0.05, 0.9, Path(folder))
-    if stop and rank == world - 1:
+    if stop and rank == victim:
         seen = 0
 
         def before(*_: Any) -> None:
@@ -129,32 +133,38 @@ def _compare(answer: Answer, ranks: int, weights: list[Tensor], losses: list[flo
 
 
 def grade_recovery(attempt: Attempt) -> None:
-    """A killed rank, a torn file, another number of ranks: the end is that of a quiet run."""
+    """A killed rank, the writing one or the other; a torn file, other numbers of ranks: the end of a quiet run."""
+    for victim, every in ((0, attempt.random.choice((2, 3))), (1, attempt.random.choice((2, 3)))):
+        _survives(attempt, victim, every)
+
+
+def _survives(attempt: Attempt, victim: int, every: int) -> None:
     seed, rows, steps, batch = attempt.seed(), 37, 11, 10
     weights, losses = oracle(seed, rows, steps, batch)
-    folder = attempt.folder / "recovery"
+    folder = attempt.folder / f"recovery-{victim}"
     folder.mkdir()
     stop = attempt.random.randrange(5, 8)
     attempt.run(
         run_system,
         2,
-        (seed, rows, steps, batch, str(folder), 2, stop),
-        kill={1: "killed"},
+        (seed, rows, steps, batch, str(folder), every, stop, victim),
+        kill={victim: "killed"},
         expect_failure=True,
         timeout=20,
     )
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime)
     if not files:
         raise Mistake(
-            f"rank 1 was killed before step {stop}, with a checkpoint after every 2 steps: the folder is empty"
+            f"rank {victim} was killed before step {stop}, with a checkpoint after every {every} steps: the folder is "
+            "empty"
         )
-    answers = attempt.run(run_system, 3, (seed, rows, steps, batch, str(folder)))
-    _continued(answers, weights, losses, steps, "after a killed rank, with 3 ranks instead of 2")
+    answers = attempt.run(run_system, 3, (seed, rows, steps, batch, str(folder), every))
+    _continued(answers, weights, losses, steps, f"after rank {victim} was killed, with 3 ranks instead of 2")
     torn = max(
         (path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.stat().st_mtime, path.name)
     )
     torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
-    answers = attempt.run(run_system, 2, (seed, rows, steps + 2, batch, str(folder)))
+    answers = attempt.run(run_system, 2, (seed, rows, steps + 2, batch, str(folder), every))
     weights, losses = oracle(seed, rows, steps + 2, batch)
     _continued(answers, weights, losses, steps + 2, f"after {torn.name} was cut in half")
 
@@ -176,24 +186,37 @@ def _continued(answers: list[Answer], weights: list[Tensor], losses: list[float]
 
 
 def grade_bytes(attempt: Attempt) -> None:
-    """Each gradient travels once per step."""
-    seed, rows, steps, batch = attempt.seed(), 40, 6, 8
-    folder = attempt.folder / "bytes"
-    folder.mkdir()
-    answers = attempt.run(run_system, 2, (seed, rows, steps, batch, str(folder), 100))
+    """Each gradient travels once per step; what is sent once, at the start, is counted apart."""
+    seed, rows, batch = attempt.seed(), 40, 8
     size = sum(parameter.numel() * parameter.element_size() for parameter in make_model(seed).parameters())
-    for answer in answers:
-        sent = sum(call.bytes for call in answer.calls if "recv" not in call.kind and call.kind != "barrier")
-        allowed = (steps + 1) * size * 1.1 + 4096  # the weights once at the start, then the gradients of each step
-        if sent > allowed:
+    short, long = 4, 12
+    sent: dict[int, list[int]] = {}
+    for steps in (short, long):
+        folder = attempt.folder / f"bytes-{steps}"
+        folder.mkdir()
+        answers = attempt.run(run_system, 2, (seed, rows, steps, batch, str(folder), 100))
+        sent[steps] = [
+            sum(call.bytes for call in answer.calls if "recv" not in call.kind and call.kind != "barrier")
+            for answer in answers
+        ]
+    for rank, (few, many) in enumerate(zip(sent[short], sent[long], strict=True)):
+        per_step = (many - few) / (long - short)
+        if per_step > 1.1 * size + 128:  # the loss, and numbers of rows
             raise Mistake(
-                f"rank {answer.rank} hands {sent / steps / size:.1f} times the gradients' {size} bytes to collectives"
-                " per step; once is enough: do not send weights in each step, nor gradients twice"
+                f"rank {rank} hands {per_step / size:.1f} times the gradients' {size} bytes to collectives per step, "
+                "beside what it sends once at the start; once is enough: do not send weights in each step, nor "
+                "gradients twice"
+            )
+        start = few - short * per_step
+        if start > 4 * size + 16384:
+            raise Mistake(
+                f"rank {rank} hands {start / size:.1f} times the gradients' {size} bytes to collectives before the "
+                "first step; weights, buffers and the state of the optimizer are three times at most"
             )
 
 
-def slow_run(module: ModuleType, rank: int, world: int, seed: int, folder: str, naive: bool) -> float:
-    """Return the seconds of 10 steps where each collective takes longer; naive: one all-reduce per parameter."""
+def slow_run(module: ModuleType, rank: int, world: int, seed: int, folder: str) -> float:
+    """Return the seconds of 10 steps where each collective takes longer."""
     real = dist.ProcessGroup.allreduce
 
     def slow(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,32 +224,30 @@ def slow_run(module: ModuleType, rank: int, world: int, seed: int, folder: str, 
         return real(group, *args, **kwargs)
 
     dist.ProcessGroup.allreduce = slow  # type: ignore[assignment, method-assign]
-    model, (inputs, targets) = make_model(seed, layers=12), make_data(seed, 64)
-    system = None if naive else module.TrainingSystem(model, 0.05, 0.9, Path(folder))
+    model, (inputs, targets) = make_model(seed, layers=_TIMED_LAYERS), make_data(seed, 64)
+    system = module.TrainingSystem(model, 0.05, 0.9, Path(folder))
     dist.barrier()
     began = time.monotonic()
-    if system is not None:
-        system.fit(inputs, targets, 10, 16, seed, 100)
-    else:
-        for step in range(10):
-            rows = range(step * 4 + rank * 2, step * 4 + rank * 2 + 2)
-            nn.functional.mse_loss(model(inputs[rows]), targets[rows]).backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
+    system.fit(inputs, targets, _TIMED_STEPS, 16, seed, 100)
     return time.monotonic() - began
 
 
 def grade_throughput(attempt: Attempt) -> None:
     """At least three times as fast as one all-reduce per parameter, on a network with latency."""
+    repeat_if_late(lambda: _fast_enough(attempt))
+
+
+def _fast_enough(attempt: Attempt) -> None:
     seed = attempt.seed()
-    folder = attempt.folder / "throughput"
-    folder.mkdir()
-    naive = max(answer.value for answer in attempt.run(slow_run, 2, (seed, str(folder), True)))
-    own = max(answer.value for answer in attempt.run(slow_run, 2, (seed, str(folder), False)))
+    folder = Path(tempfile.mkdtemp(dir=attempt.folder))
+    # What the latency alone costs with one all-reduce per parameter: a busy machine does not change it.
+    naive = _TIMED_STEPS * len(list(make_model(seed, layers=_TIMED_LAYERS).parameters())) * _LATENCY
+    own = max(answer.value for answer in attempt.run(slow_run, 2, (seed, str(folder))))
     if naive < 3 * own:
-        raise Mistake(
-            f"10 steps take {own:.2f} s where a collective has {_LATENCY * 1000:.0f} ms of latency; one all-reduce per"
-            f" parameter takes {naive:.2f} s, and 3 times faster than that is asked for: put gradients into buckets"
+        raise Late(
+            f"{_TIMED_STEPS} steps take {own:.2f} s where a collective has {_LATENCY * 1000:.0f} ms of latency; one"
+            f" all-reduce per parameter takes {naive:.2f} s, and 3 times faster than that is asked for: put gradients"
+            " into buckets"
         )
 
 

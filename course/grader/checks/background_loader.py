@@ -99,7 +99,7 @@ def two_passes(module: ModuleType, batches: list[list[int]]) -> list[list[list[i
 def two_at_once(module: ModuleType, batches: list[list[int]]) -> list[list[list[int]]]:
     """Return the batches of two iterators of one loader that are used in turn, as by zip."""
     loader = module.BackgroundLoader(Disk().load, batches, depth=DEPTH)
-    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=False)]
     return [[one for one, _ in pairs], [other for _, other in pairs]]
 
 
@@ -287,8 +287,8 @@ def check_failure(failed: Any) -> None:
             )
         if loads_after > DEPTH:
             raise Mistake(
-                f"load raised an error for batch {place}, and {loads_after} more loads began after it: no batch follows "
-                "an error, so the thread should end there.",
+                f"load raised an error for batch {place}, and {loads_after} more loads began after it: no batch "
+                "follows an error, so the thread should end there.",
                 see=BACKGROUND,
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,34 +27,56 @@ class Silent(Exception):
 
 
 class BoundedWorker(Worker):
-    """A worker that notes its steps in a file, and hangs in one step if the grader wants it."""
+    """A worker that hangs in one step, for ever or for some seconds, if the grader wants it."""
 
-    def __init__(self, rank: int, pause: float, folder: str, hang_at: int | None) -> None:
-        super().__init__(rank, pause)
-        self.folder, self.hang_at = Path(folder), hang_at
+    def __init__(self, rank: int, case: dict[str, Any]) -> None:
+        super().__init__(rank, case["pauses"].get(rank, 0.0))
+        self.ended = Path(case["folder"], "ended")
+        self.hang_at = case["hangs"].get(rank)
+        self.seconds = case["late"].get(rank, float("inf"))
+        self.was_late = False
 
     def __call__(self, weights: Tensor, step: int) -> Tensor:
         """Return the gradient, or never."""
         if step == self.hang_at:
-            while not (self.folder / "ended").exists():
+            end = time.monotonic() + self.seconds
+            while not self.ended.exists():
+                if time.monotonic() > end:
+                    self.was_late = True
+                    break
                 time.sleep(0.01)
-            raise Silent
+            else:
+                raise Silent
         return super().__call__(weights, step)
 
 
 def rank_bounded(module: ModuleType, rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
-    """Train with a limit on the lead; one worker is slow, another may hang."""
+    """Train with a limit on the lead; one worker is slow, others may hang."""
     weights = begin(case["seed"], case["size"], rank)
-    pause, hang = case["pauses"].get(rank, 0.0), case["hangs"].get(rank)
-    worker = BoundedWorker(rank, pause, case["folder"], hang)
+    worker = BoundedWorker(rank, case)
     lost: Any = None
-    try:
-        lost = module.train_bounded(weights, worker, case["steps"], RATE, case["bound"], case["patience"])
-    except Silent:
-        weights = torch.zeros(0)
+
+    def train() -> None:
+        nonlocal lost, weights
+        try:
+            lost = module.train_bounded(weights, worker, case["steps"], RATE, case["bound"], case["patience"])
+        except Silent:
+            weights = torch.zeros(0)
+
+    if rank in case["late"]:  # it gets no answer any more, so its call never ends
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        while thread.is_alive() and not worker.ended.exists():
+            thread.join(0.02)
+        thread.join(0.2)
+    else:
+        train()
     if rank == 0:
-        Path(case["folder"], "ended").write_text(str(lost))
-    return {"weights": weights, "times": worker.times, "seen": worker.seen, "steps": worker.steps, "lost": lost}
+        worker.ended.write_text(str(lost))
+    return {
+        "weights": weights, "times": worker.times, "seen": worker.seen, "steps": worker.steps, "lost": lost,
+        "late": worker.was_late,
+    }  # fmt: skip
 
 
 def grade_bounded(attempt: Attempt) -> None:
@@ -62,24 +85,50 @@ def grade_bounded(attempt: Attempt) -> None:
 
 
 def check_bounded(attempt: Attempt) -> None:
-    """First a slow worker, then one that hangs from the start, then one that hangs while the others are held back."""
+    """Slow workers, one that hangs from the start, one that hangs while others are held back, one that comes late."""
     bound, steps = attempt.random.choice((3, 4)), 7
     common = {"seed": attempt.seed(), "size": 6, "steps": steps, "bound": bound, "folder": str(attempt.folder)}
-    slow = {**common, "pauses": {2: SLOW}, "hangs": {}, "patience": 0.3}
-    lead = f"The lead may be {bound}: do not hold a worker whose lead is at most that"
-    answers = run_case(attempt, 3, slow, f"{WAITS}. {lead}", [])
-    check_bounded_weights(answers, common["seed"], common["size"], {1: steps, 2: steps})
-    check_lead(answers, bound)
-    silent = (
-        "Worker 2 hangs, and the server must give it up after `patience` seconds and then answer those that waited; a "
-        "recv from it in the server's own thread never returns"
+    common |= {"hangs": {}, "late": {}}
+    for limit, behind in ((bound, 2), (0, 1)):
+        slow = {**common, "bound": limit, "pauses": {behind: SLOW}, "patience": 0.3}
+        lead = f"The lead may be {limit}: do not hold a worker whose lead is at most that"
+        answers = run_case(attempt, 3, slow, f"{WAITS}. {lead}", [])
+        check_bounded_weights(answers, slow, {1: steps, 2: steps})
+        check_lead(answers, limit, behind)
+    # In the second case the first push of the worker that hangs, after a pause, releases the others: they get their
+    # answers when it does, push, and are held back again. When it is overdue, their last answers are as old.
+    hung = attempt.random.sample((1, 2, 3), 2)
+    for worker, pause, first_steps in ((hung[0], 0.0, 0), (hung[1], 2 * SLOW, 1)):
+        hanging = {**common, "pauses": {worker: pause}, "hangs": {worker: first_steps}, "patience": 4 * SLOW}
+        answers = run_case(attempt, 4, hanging, silent(worker), [worker])
+        check_bounded_weights(answers, hanging, dict.fromkeys((1, 2, 3), steps) | {worker: first_steps})
+    gone, late, last = attempt.random.choice(((1, 2, 3), (1, 3, 2), (2, 3, 1)))  # the higher number is given up first
+    both = {**common, "pauses": {gone: SLOW, last: 0.2}, "hangs": {late: 0, gone: 2}, "late": {late: 1.1}}
+    both |= {"patience": 0.6, "steps": 9}
+    answers = run_case(attempt, 4, both, silent(late), [late, gone])
+    check_late_push(answers, late)
+    check_bounded_weights(answers, both, {late: 0, gone: 2, last: 9})
+
+
+def silent(worker: int) -> str:
+    """Say what a server that stands still does about a silent worker."""
+    return (
+        f"Worker {worker} hangs, and the server must give it up after `patience` seconds and then answer those that "
+        "waited; a recv from it in the server's own thread never returns"
     )
-    # In the last case the first push of worker 2, after a pause, releases the others: they get their answers when
-    # worker 2 does, push, and are held back again. When worker 2 is overdue, their last answers are as old.
-    for pauses, first_steps in (({}, 0), ({2: 2 * SLOW}, 1)):
-        hanging = {**common, "pauses": pauses, "hangs": {2: first_steps}, "patience": 4 * SLOW}
-        answers = run_case(attempt, 4, hanging, silent, [2])
-        check_bounded_weights(answers, common["seed"], common["size"], {1: steps, 2: first_steps, 3: steps})
+
+
+def check_late_push(answers: Sequence[Answer], late: int) -> None:
+    """Raise if the worker that was given up got an answer to the push that came later."""
+    if len(answers[late].value["seen"]) > 1:
+        raise Mistake(
+            f"worker {late} was given up, then pushed, and the server answered it: a worker that was given up gets no "
+            "answers any more",
+            SEE_BOUNDED,
+        )
+    value = answers[0].value
+    if not answers[late].value["late"]:
+        raise Late(f"the server ended before worker {late} came back: {value['lost']} were given up", SEE_BOUNDED)
 
 
 def run_case(attempt: Attempt, ranks: int, case: dict[str, Any], waits: str, lost: list[int]) -> list[Answer]:
@@ -102,7 +151,11 @@ def check_lost(lost: str, right: list[int], patience: float) -> None:
         return
     text = f"the server returned {lost} as the workers given up; it should be {right}"
     if right and lost == "[]":
-        raise Mistake(f"worker 2 hangs, and {text}", SEE_BOUNDED)
+        raise Mistake(f"worker {right[0]} hangs, and {text}", SEE_BOUNDED)
+    if sorted(lost) == sorted(str(right)):
+        raise Late(f"{text}, in the order in which they were given up", SEE_BOUNDED)
+    if len(right) > 1 and lost == str(right[:1]):
+        raise Mistake(f"two workers hang, one after the other, and {text}", SEE_BOUNDED)
     raise Late(
         f"{text}. Only a worker that has pulled and does not push for {patience} s is silent: not one that the server "
         "holds back, nor one that has finished",
@@ -110,36 +163,48 @@ def check_lost(lost: str, right: list[int], patience: float) -> None:
     )
 
 
-def check_lead(answers: Sequence[Answer], bound: int) -> None:
+def check_lead(answers: Sequence[Answer], bound: int, behind: int) -> None:
     """Raise if the fast worker began a step too early, or was held back without need."""
-    fast, slow = answers[1].value["times"], answers[2].value["times"]
+    ahead = 3 - behind
+    fast, slow = answers[ahead].value["times"], answers[behind].value["times"]
     for step, moment in enumerate(fast):
-        # Worker 1 begins step number `step` with `step` pushes done; worker 2 has one push for each pause that is over.
+        # The fast worker begins step number `step` with `step` pushes done; the other has one for each pause that is
+        # over.
         pushed = sum(began + SLOW <= moment for began in slow)
         if step - pushed > bound:
             raise Mistake(
-                f"worker 1 began step {step} when worker 2 had pushed {pushed} times; with bound={bound} it must wait "
-                f"at the server until worker 2 has pushed {step - bound} times",
+                f"worker {ahead} began step {step} when worker {behind} had pushed {pushed} times; with bound={bound} "
+                f"it must wait at the server until worker {behind} has pushed {step - bound} times",
                 SEE_BOUNDED,
             )
     if fast[bound] - fast[0] > SLOW * 0.8:
         raise Late(
-            f"worker 1 was held back before its lead exceeded bound={bound}: it may begin step {bound} before worker 2 "
-            "has pushed at all",
+            f"worker {ahead} was held back before its lead exceeded bound={bound}: it may begin step {bound} before "
+            f"worker {behind} has pushed at all",
             SEE_BOUNDED,
         )
 
 
-def check_bounded_weights(answers: Sequence[Answer], seed: int, size: int, pushes: dict[int, int]) -> None:
+def check_bounded_weights(answers: Sequence[Answer], case: dict[str, Any], pushes: dict[int, int]) -> None:
     """Raise unless the server's weights are the first ones minus all gradients of living workers."""
-    expected = start_of(seed, size)
+    expected = start_of(case["seed"], case["size"])
+    late = None
     for worker, count in pushes.items():
         value = answers[worker].value
+        if value["late"]:
+            late = worker, RATE * gradient_of(value["seen"][0], worker, value["steps"][0])
+            continue
         if len(value["seen"]) != count:
             raise Mistake(f"worker {worker} computed {len(value['seen'])} of {count} gradients", SEE_BOUNDED)
         for at, step in zip(value["seen"], value["steps"], strict=True):
             expected = expected - RATE * gradient_of(at, worker, step)
     found = answers[0].value["weights"]
+    if late is not None and torch.allclose(found, expected - late[1], rtol=1e-8, atol=1e-8):
+        raise Mistake(
+            f"worker {late[0]} was given up and pushed later, and the server applied that push: its gradient is of "
+            "weights that are long gone. A push of a worker that was given up is not applied",
+            SEE_BOUNDED,
+        )
     if not torch.allclose(found, expected, rtol=1e-8, atol=1e-8):
         raise Mistake(
             "the server's weights are not the first ones minus rate times each gradient that was pushed: apply each "

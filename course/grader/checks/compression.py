@@ -105,6 +105,21 @@ def _nested(module: ModuleType) -> None:
     once = "time inside an inner part counts for the inner part alone, or the parts add up to more than the step"
     expected = {"backward": 3.0, "communication": 3.5, "wait": 4.0, "other": 0.0, "step": 10.5}
     _expect(profile.summary(), expected, dict.fromkeys(("backward", "communication", "step", "other"), once))
+    again = "summary() was called a second time: it tells what was measured, and changes nothing"
+    _expect(profile.summary(), expected, dict.fromkeys(expected, again))
+    profile = module.StepProfiler(clock)
+    with profile.step():
+        with profile.part("block"):
+            clock.now += 1.0
+            for seconds in (2.0, 3.0):
+                with profile.part("block"):
+                    clock.now += seconds
+                    with profile.part("attention"):
+                        clock.now += 1.0
+            clock.now += 1.0
+    expected = {"block": 7.0, "attention": 2.0, "other": 0.0, "step": 9.0}
+    own = "a part may be inside one of its own name, as blocks in blocks are: both add what they took themselves"
+    _expect(profile.summary(), expected, dict.fromkeys(("block", "step"), own))
 
 
 def _exceptions(module: ModuleType) -> None:
@@ -170,8 +185,13 @@ def grade_compression(attempt: Attempt) -> None:
 def top_k(module: ModuleType, seed: int) -> None:
     """Check which entries are sent and what is kept."""
     torch.manual_seed(seed)
-    compressor = module.GradientCompressor(0.1)
-    left = {"weight": torch.zeros(20, 30), "other": torch.zeros(20, 30), "bias": torch.zeros(4)}
+    for fraction, other in ((0.1, (57,)), (0.25, (3, 2, 3))):
+        _compressed(module, fraction, torch.zeros(other))
+
+
+def _compressed(module: ModuleType, fraction: float, other: torch.Tensor) -> None:
+    compressor = module.GradientCompressor(fraction)
+    left = {"weight": torch.zeros(20, 30), "other": torch.zeros(20, 30), "bias": torch.zeros(4), "odd": other}
     for _ in range(3):
         for name in left:
             gradient = torch.randn(left[name].shape)
@@ -181,7 +201,7 @@ def top_k(module: ModuleType, seed: int) -> None:
                 raise Mistake("compress() changed the gradient that it was given: work on a copy")
             gradient.zero_()  # as zero_grad() does after the step
             _check_names(compressor, name, given, left, values, indices)
-            left[name] = _check_kept(compressor, name, total, values, indices)
+            left[name] = _check_kept(compressor, name, total, values, indices, fraction)
 
 
 def _check_names(
@@ -199,17 +219,21 @@ def _check_names(
 
 
 def _check_kept(
-    compressor: Any, name: str, total: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
+    compressor: Any, name: str, total: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, fraction: float
 ) -> torch.Tensor:
     """Compare what is sent and what is kept with gradient plus residual."""
-    count = max(1, int(total.numel() * 0.1))
+    count = max(1, int(total.numel() * fraction))
     if len(values) == 0:
         raise Mistake(
-            f"nothing of the {total.numel()} entries of {name!r} is sent: 10% of 4 is 0, send at least one entry"
+            f"nothing of the {total.numel()} entries of {name!r} is sent: {fraction:.0%} of {total.numel()} is less "
+            "than 1, send at least one entry"
         )
     if len(values) != count:
+        exact = total.numel() * fraction
+        rounded = f": {exact:g}, rounded down" if exact != count and exact > 1 else ""
         raise Mistake(
-            f"{len(values)} of the {total.numel()} entries of {name!r} are sent; with fraction=0.1 it is {count}"
+            f"{len(values)} of the {total.numel()} entries of {name!r} are sent; with fraction={fraction} it is "
+            f"{count}{rounded}"
         )
     sent = torch.zeros(total.numel())
     sent[indices.long()] = values.float()
@@ -323,6 +347,7 @@ def quantization(module: ModuleType, seed: int) -> None:
         module.GradientCompressor.quantize,
         module.GradientCompressor.dequantize,
     )
+    gradient[2, 7] = -1.5 * gradient.abs().max()  # the largest entry is negative
     values, scale = encode(gradient)
     if values.dtype != torch.int8 or values.shape != gradient.shape:
         raise Mistake(
@@ -334,6 +359,12 @@ def quantization(module: ModuleType, seed: int) -> None:
         raise Mistake(
             f"dequantize(quantize(x)) differs from x by {error:.3f}; one of the 127 steps to the largest entry is "
             f"{step:.4f}, and no entry should be off by more: check the scale, and the largest entries"
+        )
+    wrong = (127 * scale.item() / gradient.abs().max().item() - 1) if gradient.abs().max() else 0.0
+    if wrong < -0.002:
+        raise Mistake(
+            f"the scale is {scale.item():.5f}, the largest entry divided by {gradient.abs().max() / scale:.1f}: int8 "
+            "goes to 127 only, so the largest entry cannot be written. The scale is the largest absolute value over 127"
         )
     mean = sum(decode(*encode(gradient)) for _ in range(300)) / 300
     bias = (mean - gradient).abs().max().item()

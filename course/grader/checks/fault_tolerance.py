@@ -24,8 +24,10 @@ FAILED, WATCHED_SECONDS = {1: "hung", 2: "dead"}, 4.0
 class Cluster:
     """Ranks with a clock of the grader: each has its own time of day, and all share one store."""
 
-    def __init__(self, module: ModuleType, world: int, seed: int, absent: int = -1, skew: float = 1000.0) -> None:
-        self.time = 0.0
+    def __init__(
+        self, module: ModuleType, world: int, seed: int, absent: int = -1, skew: float = 1000.0, viewer: int = 0
+    ) -> None:
+        self.time, self.viewer, self.every, self.ticks = 0.0, viewer, 1, 0
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=0.2))
         self.ranks = {
@@ -42,7 +44,7 @@ class Cluster:
         return lambda: self.time + offset
 
     def step(self, number: int, durations: dict[int, float], seconds: float = 99.0) -> dict[int, str]:
-        """Play one step: ranks compute for so long, then wait for the slowest; return the last verdict of rank 0."""
+        """Play one step: ranks compute for so long, then wait for the slowest; return the last verdict."""
         for rank in durations:
             self.ranks[rank].progress(number, waiting=False)
         reached: set[int] = set()
@@ -53,14 +55,16 @@ class Cluster:
                 if tick * TICK >= durations[rank] and rank not in reached:
                     self.ranks[rank].progress(number, waiting=True)
                     reached.add(rank)
-            self.look()
+            self.ticks += 1
+            if self.ticks % self.every == 0:
+                self.look()
             self.time += TICK
         return self.history[-1][1]
 
     def look(self) -> None:
-        """Note what rank 0 finds now."""
+        """Note what the rank that looks finds now."""
         try:
-            found = dict(self.ranks[0].failures())
+            found = dict(self.ranks[self.viewer].failures())
         except dist.DistStoreError as error:
             raise Mistake(
                 "failures() waits for the key of a rank that has not written it: Store.get() blocks until the key is "
@@ -92,16 +96,27 @@ def detection(module: ModuleType, seed: int) -> None:
     _hung(module, seed)
     _absent(module, seed)
     _returns(module, seed)
+    _long_wait(module, seed)
+    _late_look(module, seed)
+    _both(module, seed)
+    _stuck_at_the_start(module, seed)
 
 
 def _slow(module: ModuleType, seed: int) -> None:
     slow = 1 + seed % 3
     durations = {rank: 2.4 if rank == slow else 0.3 for rank in range(4)}
-    for skew in (0.0, 1000.0):
+    for first, every, skew in ((0, 1, 0.0), (0, 1, 1000.0), (7, 2, 1000.0), (98, 3, 1000.0)):
         cluster = Cluster(module, 4, seed, skew=skew)
-        for number in range(4):
+        cluster.every = every
+        for number in range(first, first + 4):
             cluster.step(number, durations)
         named = next((found for _, found in cluster.history if found), {})
+        if named and first:
+            raise Mistake(
+                f"all ranks work, from step {first} on, beat every 0.1 s and are looked at every {every * TICK:.1f} s; "
+                f"failures() says {named}. Each beat and each step must write a value that it has not written before, "
+                "and any other value is a change, not only a greater one (as text '10' is less than '9')"
+            )
         if named and skew:
             raise Mistake(
                 f"with clocks that differ by {skew * (seed % 7 + 1):.0f} s, failures() said {named} though all ranks "
@@ -118,15 +133,15 @@ def _slow(module: ModuleType, seed: int) -> None:
 
 
 def _dead(module: ModuleType, seed: int) -> None:
-    dead = 1 + seed % 3
-    for waits in (False, True):
-        cluster = Cluster(module, 4, seed)
+    for number, waits in enumerate((False, True, False, True)):
+        dead = (seed + number) % 4
+        cluster = Cluster(module, 4, seed, viewer=(dead + 1 + seed % 3) % 4)
         cluster.step(0, dict.fromkeys(range(4), 0.5))
         died = cluster.time
         cluster.beating.discard(dead)
         living = {rank: 0.3 for rank in range(4) if rank != dead}
         cluster.ranks[dead].progress(1, waiting=waits)
-        named = cluster.step(1, {**living, 0: 9.0}, seconds=1.8)
+        named = cluster.step(1, {**living, cluster.viewer: 9.0}, seconds=1.8)
         if named.get(dead) != "dead":
             state = ", while it waited in a collective," if waits else ""
             raise Mistake(
@@ -143,8 +158,12 @@ def _dead(module: ModuleType, seed: int) -> None:
 
 
 def _hung(module: ModuleType, seed: int) -> None:
-    hung = 1 + seed % 3
-    cluster = Cluster(module, 4, seed)
+    for number in range(4):
+        _hangs(module, seed, (seed + number) % 4)
+
+
+def _hangs(module: ModuleType, seed: int, hung: int) -> None:
+    cluster = Cluster(module, 4, seed, viewer=(hung + 1 + seed % 3) % 4)
     cluster.step(0, dict.fromkeys(range(4), 0.5))
     began = cluster.time
     named = cluster.step(1, {rank: 99.0 if rank == hung else 0.4 for rank in range(4)}, seconds=HUNG + 1.0)
@@ -168,11 +187,12 @@ def _hung(module: ModuleType, seed: int) -> None:
 
 
 def _absent(module: ModuleType, seed: int) -> None:
-    cluster = Cluster(module, 4, seed, absent=3)
-    named = cluster.step(0, dict.fromkeys(range(3), 1.6))
-    if named != {3: "dead"}:
+    absent = seed % 4
+    cluster = Cluster(module, 4, seed, absent=absent, viewer=(absent + 2) % 4)
+    named = cluster.step(0, dict.fromkeys(cluster.ranks, 1.6))
+    if named != {absent: "dead"}:
         raise Mistake(
-            f"rank 3 never came, and after 1.6 s failures() says {named}: a rank without a first beat is dead "
+            f"rank {absent} never came, and after 1.6 s failures() says {named}: a rank without a first beat is dead "
             f"dead_after={DEAD} s after the detector was made"
         )
     if any(found for at, found in cluster.history if at < DEAD - 2 * TICK):
@@ -192,6 +212,74 @@ def _returns(module: ModuleType, seed: int) -> None:
         raise Mistake(
             f"rank 1 was silent for 2 s and beats again for 4 s, from step 4 on (a checkpoint was loaded), and "
             f"failures() still says {named}: it should say what is true now, and a smaller step is a change, too"
+        )
+
+
+def _long_wait(module: ModuleType, seed: int) -> None:
+    """One rank works alone for a long time, step by step, as rank 0 does in a validation; the others wait for it."""
+    alone = seed % 4
+    cluster = Cluster(module, 4, seed, viewer=(alone + 1) % 4)
+    cluster.step(0, {rank: 1.0 if rank == alone else 0.0 for rank in range(4)})
+    for number in range(1, 18):
+        cluster.step(number, {alone: 1.9})
+        if named := cluster.history[-1][1]:
+            raise Mistake(
+                f"rank {alone} makes step after step while the others have waited for it for {2 * number} s, and "
+                f"failures() says {named}: a rank that waits is not hung, however long it waits"
+            )
+
+
+def _late_look(module: ModuleType, seed: int) -> None:
+    """The first look comes long after the detector was made; one rank never came."""
+    absent = (seed + 1) % 3
+    cluster = Cluster(module, 3, seed, absent=absent, viewer=(absent + 1) % 3)
+    cluster.every = 1000
+    cluster.history.append((0.0, {}))
+    cluster.step(0, dict.fromkeys(cluster.ranks, 2.0))
+    cluster.look()
+    if cluster.history[-1][1] != {absent: "dead"}:
+        raise Mistake(
+            f"rank {absent} never came, and failures() was called for the first time 2 s after the detector was made; "
+            f"it says {cluster.history[-1][1]}. The time until a rank must have come counts from the start, not from "
+            "the first look"
+        )
+
+
+def _both(module: ModuleType, seed: int) -> None:
+    """Of six ranks two die and two hang at the same time."""
+    order = [(seed + 5 * number) % 6 for number in range(6)]
+    dead, hung, viewer = order[:2], order[2:4], order[4]
+    cluster = Cluster(module, 6, seed, viewer=viewer)
+    cluster.step(0, dict.fromkeys(range(6), 0.5))
+    cluster.beating -= set(dead)
+    durations = {rank: 99.0 if rank in hung else 0.3 for rank in range(6) if rank not in dead}
+    named = cluster.step(1, durations, seconds=HUNG + 1.0)
+    right = {**dict.fromkeys(dead, "dead"), **dict.fromkeys(hung, "hung")}
+    if named != right:
+        raise Mistake(
+            f"of 6 ranks, {sorted(dead)} are dead and {sorted(hung)} hang; failures() says "
+            f"{dict(sorted(named.items()))}: it should name all ranks that have failed"
+        )
+
+
+def _stuck_at_the_start(module: ModuleType, seed: int) -> None:
+    """One rank beats, and never comes to its first step."""
+    stuck = seed % 3
+    cluster = Cluster(module, 3, seed, viewer=(stuck + 1) % 3)
+    named = cluster.step(0, {rank: 0.5 for rank in range(3) if rank != stuck}, seconds=0.6)
+    if named:
+        raise Mistake(
+            f"rank {stuck} has not begun its first step after 0.6 s, and failures() says {named}: give it time"
+        )
+    while cluster.time < HUNG + 1.0:
+        for rank in cluster.beating:
+            cluster.ranks[rank].beat()
+        cluster.look()
+        cluster.time += TICK
+    if cluster.history[-1][1] != {stuck: "hung"}:
+        raise Mistake(
+            f"rank {stuck} beats and has shown no progress at all for {HUNG + 1.0} s; failures() says "
+            f"{cluster.history[-1][1]}: with hung_after={HUNG} it is 'hung', from the time when the detector was made"
         )
 
 

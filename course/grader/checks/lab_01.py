@@ -283,6 +283,7 @@ EXERCISES = (
         target="submit_command",
         points=10,
         grade=grade_cluster,
+        programs=True,
         limit=_LIMIT,
     ),
     Exercise(
@@ -292,6 +293,7 @@ EXERCISES = (
         target="train_loop",
         points=15,
         grade=grade_train,
+        programs=True,
         limit=_LIMIT,
     ),
     Exercise(
@@ -301,6 +303,7 @@ EXERCISES = (
         target="MetricsLog",
         points=10,
         grade=grade_metrics,
+        programs=True,
         limit=_LIMIT,
     ),
     Exercise(
@@ -310,6 +313,7 @@ EXERCISES = (
         target="make_trainer",
         points=15,
         grade=grade_scale,
+        programs=True,
         limit=_LIMIT,
     ),
 )

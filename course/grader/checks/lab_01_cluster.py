@@ -29,7 +29,7 @@ def written(attempt: Attempt, *names: str) -> None:
     for name in names:
         for inner in ast.walk(defined[name]) if name in defined else ():
             if isinstance(inner, ast.Raise) and "NotImplementedError" in ast.unparse(inner):
-                hint = first_hint(attempt.answer, attempt.exercise.name)
+                hint = first_hint(attempt.exercise.name)
                 raise Mistake(f"{name} is not written yet ({attempt.answer.name}:{inner.lineno}). {hint}".strip())
 
 

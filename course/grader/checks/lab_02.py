@@ -258,6 +258,7 @@ EXERCISES = (
         target="horovodrun_words",
         points=10,
         grade=grade_hosts,
+        programs=True,
     ),
     Exercise(
         name="horovod-classifier",
@@ -266,6 +267,7 @@ EXERCISES = (
         target="train",
         points=15,
         grade=grade_train,
+        programs=True,
         forbidden=("torch.distributed.all_reduce",),
     ),
     Exercise(
@@ -275,6 +277,7 @@ EXERCISES = (
         target="settings",
         points=15,
         grade=grade_settings,
+        programs=True,
     ),
     Exercise(
         name="horovod-benchmark",
@@ -283,6 +286,7 @@ EXERCISES = (
         target="benchmark",
         points=10,
         grade=grade_benchmark,
+        programs=True,
         forbidden=("torch.distributed.all_reduce",),
     ),
 )

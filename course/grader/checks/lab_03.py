@@ -272,6 +272,7 @@ EXERCISES = (
         target="Checkpoints",
         points=25,
         grade=grade_checkpoint,
+        programs=True,
         forbidden=_FORBIDDEN,
     ),
     Exercise(
@@ -281,6 +282,7 @@ EXERCISES = (
         target="Supervisor",
         points=30,
         grade=grade_failures,
+        programs=True,
         forbidden=_FORBIDDEN,
     ),
     Exercise(
@@ -290,6 +292,7 @@ EXERCISES = (
         target="Supervisor",
         points=20,
         grade=grade_elastic,
+        programs=True,
         forbidden=_FORBIDDEN,
     ),
     Exercise(
@@ -299,6 +302,7 @@ EXERCISES = (
         target="disagreeing_ranks",
         points=25,
         grade=grade_consistency,
+        programs=True,
         forbidden=_FORBIDDEN,
     ),
 )

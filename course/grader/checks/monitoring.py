@@ -18,6 +18,7 @@ from grader.exercise import Attempt, Exercise, Mistake
 TEMPLATE = "phase4_production/template_monitoring.py"
 METRICS = "One report for all ranks"
 SLOW = "Name the slow rank, not those that wait"
+NAMES = ("seconds", "loss")
 
 
 class Watched(torch.Tensor):
@@ -98,7 +99,7 @@ def grade_metrics(attempt: Attempt) -> None:
                 METRICS,
             )
         for interval in range(2):
-            for name in ("loss", "seconds"):
+            for name in NAMES:
                 found, who = answer.value[interval][name], f"rank {answer.rank}, {name}"
                 _name_mistake(found, seed, interval, name, answer.rank)
                 _compare_summary(found, _rows(seed, interval, name), who)
@@ -144,7 +145,7 @@ def _check_adds(value: dict[str, Any]) -> None:
 
 def rank_adds(module: ModuleType, rank: int, world: int, seed: int) -> dict[str, Any]:
     """Add tensors that count reads, and look whether their graph is let go."""
-    window = module.MetricWindow(["loss", "seconds"], 8)
+    window = module.MetricWindow(NAMES, 8)
     tokens, weight = [], torch.ones((), requires_grad=True)
     Watched.reads = 0
     for _ in range(5):
@@ -163,7 +164,7 @@ def _rows(seed: int, interval: int, name: str, rank: int | None = None) -> list[
     for each in range(3) if rank is None else [rank]:
         generator = torch.Generator().manual_seed(seed + 17 * each + 3 * interval + len(name))
         steps = 3 + (seed + each + interval) % 4
-        values = torch.rand(steps, generator=generator) + (0.3 * each if name == "loss" else 0.0)
+        values = torch.rand(steps, generator=generator) + (0.3 * each - 2.0 if name == "loss" else 0.0)
         samples = torch.randint(1, 30, (steps,), generator=torch.Generator().manual_seed(seed + each + interval))
         found += [(int(count), float(value), each) for count, value in zip(samples, values, strict=True)]
     return found
@@ -171,9 +172,9 @@ def _rows(seed: int, interval: int, name: str, rank: int | None = None) -> list[
 
 def rank_reduces(module: ModuleType, rank: int, world: int, seed: int) -> list[dict[str, Any]]:
     """Report two intervals with other numbers of steps on each rank; the loss is in a buffer that is used again."""
-    window, buffer, reports = module.MetricWindow(["loss", "seconds"], 16), torch.zeros(()), []
+    window, buffer, reports = module.MetricWindow(NAMES, 16), torch.zeros(()), []
     for interval in range(2):
-        rows = {name: _rows(seed, interval, name, rank) for name in ("loss", "seconds")}
+        rows = {name: _rows(seed, interval, name, rank) for name in NAMES}
         for (samples, loss, _), (_, seconds, _) in zip(rows["loss"], rows["seconds"], strict=True):
             buffer.fill_(loss)
             window.add(samples, loss=buffer, seconds=seconds)
@@ -221,37 +222,43 @@ def grade_stragglers(attempt: Attempt) -> None:
     ask(attempt, judgement, attempt.seed(), see=SLOW)
     slow = attempt.seed() % 3
     for answer in attempt.run(rank_straggler, 3, (slow,)):
-        calls = len(answer.calls) - 6  # the barriers of the steps
-        if calls != 2:
-            raise Mistake(f"6 steps and 2 reports made {calls} calls of their own; one per report is enough", SLOW)
-        first, second = answer.value
+        calls = len(answer.calls) - 7  # the barriers of the steps
+        if calls != 3:
+            raise Mistake(f"7 steps and 3 reports made {calls} calls of their own; one per report is enough", SLOW)
+        first, second, third = answer.value
         if first["ranks"] != [slow] or not first["lost"] > 0.02:
             raise Mistake(
-                f"on real ranks, rank {slow} computes 80 ms and the others 20 ms per step; rank {answer.rank} reports "
+                f"on real ranks, rank {slow} computes 200 ms and the others 60 ms per step; rank {answer.rank} reports "
                 f"{first}: measure compute() and communicate() apart, each around its call",
                 SLOW,
             )
-        if second["ranks"] != [(slow + 1) % 3]:
-            raise Mistake(
-                f"in the second interval rank {(slow + 1) % 3} is slow, and {second['ranks']} is named: each report "
-                "begins a new interval",
-                SLOW,
-            )
+        for name, found, culprit in (("second", second, (slow + 1) % 3), ("third", third, (slow + 2) % 3)):
+            if found["ranks"] != [culprit]:
+                raise Mistake(
+                    f"in the {name} interval rank {culprit} is slow, and {found['ranks']} is named: each report begins "
+                    "a new interval",
+                    SLOW,
+                )
 
 
 def rank_straggler(module: ModuleType, rank: int, world: int, slow: int) -> list[dict[str, Any]]:
-    """Report two intervals; in each another rank is slow."""
+    """Report three intervals; in each another rank is slow."""
     watch, reports = module.StragglerWatch(), []
-    for culprit, steps in ((slow, 4), ((slow + 1) % 3, 2)):
+    for culprit, steps in ((slow, 4), ((slow + 1) % 3, 1), ((slow + 2) % 3, 2)):
         for _ in range(steps):
-            watch.step(lambda: time.sleep(0.08 if rank == culprit else 0.02), dist.barrier)  # noqa: B023 (called at once)
+            watch.step(lambda: time.sleep(0.2 if rank == culprit else 0.06), dist.barrier)  # noqa: B023 (called at once)
         found = watch.report()
         reports.append({"ranks": list(found.ranks), "lost": found.lost})
     return reports
 
 
+def transfers(steps: int) -> torch.Tensor:
+    """Return how long the communication itself takes in each step."""
+    return 0.004 + 0.002 * torch.linspace(0, 1, steps) ** 2
+
+
 def _judged(module: ModuleType, compute: torch.Tensor) -> Any:
-    waiting = compute.amax(0) - compute + 0.005
+    waiting = compute.amax(0) - compute + transfers(compute.shape[1])
     return module.StragglerWatch(factor=1.3).judge(compute, waiting)
 
 
@@ -290,25 +297,60 @@ def judgement(module: ModuleType, seed: int) -> None:
             f"rank {slow} is faster than the others, and {found.ranks} are named: compare with the median rank"
         )
     _several(module, calm)
-    _check_numbers(_judged(module, table), table, slow)
+    _check_numbers(_judged(module, table), table, [slow])
+    _even(module, seed)
+    _near_the_limit(module, slow)
 
 
-def _check_numbers(found: Any, table: torch.Tensor, slow: int) -> None:
+def _even(module: ModuleType, seed: int) -> None:
+    """Judge an even number of ranks and of steps: the median is the mean of the two in the middle."""
+    ranks, steps = 4, 2
+    table = torch.tensor([[0.10, 0.12], [0.11, 0.11], [0.19, 0.17], [0.20, 0.28]])
+    place = torch.randperm(ranks, generator=torch.Generator().manual_seed(seed))
+    table = table[place]
+    usual = table.mean(1)
+    slow = [rank for rank in range(ranks) if usual[rank] > 1.3 * (0.11 + 0.18) / 2]
+    found = _judged(module, table)
+    if found.ranks != slow or not abs(found.slowdown.get(slow[0], 0.0) - 0.24 / 0.145) <= 0.005:
+        raise Mistake(
+            f"{ranks} ranks, {steps} steps, with the usual compute times {[round(x, 3) for x in usual.tolist()]}: rank "
+            f"{slow} takes {0.24 / 0.145:.3f} times the median 0.145; you name {found.ranks} with {found.slowdown}. "
+            "For an even number the median is the mean of the two in the middle (torch.quantile(0.5)); torch.median "
+            "takes the lower one"
+        )
+
+
+def _near_the_limit(module: ModuleType, slow: int) -> None:
+    for times, named in ((1.27, []), (1.34, [slow])):
+        table = torch.full((7, 5), 0.1)
+        table[slow] *= times
+        if (found := _judged(module, table)).ranks != named:
+            raise Mistake(
+                f"rank {slow} computes {times} times as long as the others, factor=1.3: {found.ranks} is named, it "
+                f"should be {named}"
+            )
+
+
+def _check_numbers(found: Any, table: torch.Tensor, slow: list[int]) -> None:
     usual = table.quantile(0.5, dim=1)
-    right = (usual[slow] / usual.quantile(0.5)).item()
-    if not abs(found.slowdown.get(slow, 0.0) - right) <= 0.02:
-        raise Mistake(f"slowdown is {found.slowdown}; rank {slow} takes {right:.2f} times the usual compute time")
-    others = [rank for rank in range(len(table)) if rank != slow]
+    right = {rank: round((usual[rank] / usual.quantile(0.5)).item(), 2) for rank in slow}
+    if set(found.slowdown) != set(right) or any(abs(found.slowdown[rank] - right[rank]) > 0.02 for rank in right):
+        raise Mistake(
+            f"slowdown is {found.slowdown}; it should be {right}: for each rank that is named, and for no other, how "
+            "many times the usual compute time of all it takes"
+        )
+    others = [rank for rank in range(len(table)) if rank not in slow]
     lost = (table.amax(0) - table[others].amax(0)).mean().item()
     if not abs(found.lost - lost) <= 1e-4:
         raise Mistake(
             f"lost is {found.lost:.4f} s per step; it is {lost:.4f}: in each step, the slowest of all minus the "
             "slowest of the ranks that are not named, and of that the mean over steps"
         )
-    if not abs(found.transfer - 0.005) <= 1e-4:
+    transfer = transfers(table.shape[1]).mean().item()
+    if not abs(found.transfer - transfer) <= 1e-4:
         raise Mistake(
-            f"transfer is {found.transfer:.4f} s per step; it is 0.0050: the rank that comes last waits for no other, "
-            "so the smallest waiting time of a step is the communication itself"
+            f"transfer is {found.transfer:.4f} s per step; it is {transfer:.4f}, a mean over the steps: the rank that "
+            "comes last waits for no other, so the smallest waiting time of a step is the communication itself"
         )
 
 
@@ -321,6 +363,7 @@ def _several(module: ModuleType, calm: torch.Tensor) -> None:
             f"ranks 1, 4 and 5 of 7 compute 1.5 to 2.5 times as long as the others, and {sorted(found.ranks)} are "
             "named: compare each rank with the median of the ranks, which slow ranks do not move"
         )
+    _check_numbers(found, table, [1, 4, 5])
 
 
 EXERCISES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -73,7 +74,8 @@ class Stage(nn.Module):
         self.linear = nn.Linear(width, width)
         self.notes: list[tuple[str, float, float]] = []
         self.alive: dict[int, int] = {}
-        self.most = self.count = 0
+        self.most = self.count = self.held = 0
+        self.received: list[weakref.ref[Tensor]] = []
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -89,6 +91,8 @@ class Stage(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the output of one micro-batch."""
+        self.received.append(weakref.ref(inputs))
+        self.held = max(self.held, sum(each() is not None for each in self.received))
         with self.counted():
             return torch.tanh(Pause.apply(self.linear(inputs), self.notes))
 
@@ -127,7 +131,14 @@ def rank_run(
     )
     gradients = [None if each.grad is None else each.grad.clone() for each in stage.parameters()]
     left = len(stage.alive)
-    return {"loss": loss, "gradients": gradients, "most": stage.most, "left": left, "notes": stage.notes}
+    return {
+        "loss": loss,
+        "gradients": gradients,
+        "most": stage.most,
+        "left": left,
+        "held": stage.held,
+        "notes": stage.notes,
+    }
 
 
 def grade_run(attempt: Attempt) -> None:
@@ -175,6 +186,15 @@ def check_alive(text: str, answers: Sequence[Answer], kind: str, count: int) -> 
                 "backward (no retain_graph)",
                 SEE_RUN,
             )
+    last = answers[-1]  # its inputs are received, and no message holds them
+    limit = count if kind == "gpipe" else 1
+    if last.value["held"] > limit + 1:  # one more: the names of the last action may still hold theirs
+        raise Mistake(
+            f"{text}: stage {last.rank} still held the inputs of {last.value['held']} micro-batches in a forward; the "
+            f"schedule needs {limit}. What is kept for the backward must be taken out of its dictionary or list there "
+            "(pop), or it grows with every micro-batch",
+            SEE_RUN,
+        )
 
 
 def check_result(text: str, answers: Sequence[Answer], seed: int, count: int, shape: Sequence[int]) -> None:

@@ -34,31 +34,46 @@ SCRIPT: list[tuple[float, float]] = [
     (SMALL, SMALL),
     (INF, INF),
     (SMALL, SMALL),
+    (SMALL, -INF),
+    (SMALL, SMALL),
+    (LARGE, SMALL),
+    (SMALL, SMALL),
+    (SMALL, LARGE),
+    (SMALL, SMALL),
+    (SMALL, SMALL),
+    (-INF, SMALL),
+    (SMALL, NAN),
 ]
-"""The size of the true gradients by step on ranks 0 and 1."""
+"""The size of the true gradients by step on ranks 0 and 1; inf and nan are in one of the two gradients."""
+STARTS = (START, 1.0, 2.0**20)
 Trace = list[tuple[bool, float, Tensor]]
 
 
 def true_gradient(seed: int, rank: int, step: int) -> Tensor:
-    """Return the gradient before scaling."""
+    """Return the gradients of both weights before scaling; in a bad step one element of one of them is inf or nan."""
     generator = torch.Generator().manual_seed(seed + 50 * rank + step)
     direction = torch.randn(4, generator=generator)
     size = SCRIPT[step][rank]
-    return direction / direction.norm() * size if size < INF else torch.full((4,), size)
+    if -INF < size < INF:
+        return (direction / direction.norm() * size).repeat(2)
+    both = (direction / direction.norm() * SMALL).repeat(2)
+    both[(seed + step + 4 * (step % 2)) % 8] = size
+    return both
 
 
-def rank_scaling(module: ModuleType, rank: int, world: int, seed: int) -> dict[str, Any]:
+def rank_scaling(module: ModuleType, rank: int, world: int, seed: int, start: float) -> dict[str, Any]:
     """Make all steps of the script; return what each did."""
     weights = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.SGD(weights, lr=1.0)
-    scaler = module.LossScaler(START, growth_interval=INTERVAL)
+    scaler = module.LossScaler(start, growth_interval=INTERVAL)
     loss = torch.tensor(3.0, requires_grad=True)
     scaled = scaler.scale(loss)
     scaled.backward()
     trace: Trace = []
     for step in range(len(SCRIPT)):
-        for weight in weights[:2]:  # the third one has no gradient
-            weight.grad = true_gradient(seed, rank, step) * scaler.current
+        scaled_gradient = true_gradient(seed, rank, step) * scaler.current
+        for weight, part in zip(weights, scaled_gradient.split(4), strict=False):  # the third one has no gradient
+            weight.grad = part.clone()
         done = scaler.step(optimizer, weights, max_norm=MAX_NORM)
         trace.append((done, float(scaler.current), torch.cat([weight.detach().clone() for weight in weights[:2]])))
     return {"trace": trace, "scaled": scaled.item(), "slope": loss.grad.item() if loss.grad is not None else 0.0}
@@ -69,11 +84,15 @@ class Rules:
     """How a loss scaler decides; the defaults are right, each other value is a mistake."""
 
     agree: bool = True
+    count: str = "once"
+    """How often an overflow on several ranks halves the scale, or which ranks must have one."""
     unscale: str = "first"
     clip: str = "after"
     sees_nan: bool = True
     sees_inf: bool = True
     skips: bool = True
+    clips_overflow: bool = True
+    """Where the update is made in spite of an overflow: whether its gradients are clipped."""
     backoff: float = 0.5
     growth: float = 2.0
     interval: int = INTERVAL
@@ -86,6 +105,16 @@ MISTAKES = (
         Rules(agree=False),
         "each rank decides alone: rank 1 skips and rank 0 updates. Agree by an all-reduce of the flag",
     ),
+    (
+        Rules(count="all"),
+        "a step is skipped only if all ranks have an overflow. A flag that is 1 where all is finite must be reduced by "
+        "MIN, one that is 1 where it is not, by MAX; the SUM of the first kind is above 0 if a single rank is well",
+    ),
+    (
+        Rules(count="each"),
+        "the scale is halved once for each rank with an overflow, as with a flag that is summed over the ranks: halve "
+        "it once. ReduceOp.MAX gives a flag of 0 or 1",
+    ),
     (Rules(unscale="never"), "the gradients are not divided by the scale before the update"),
     (
         Rules(clip="before"),
@@ -95,6 +124,7 @@ MISTAKES = (
     (Rules(sees_nan=False), "a nan is not found: isfinite() is False for inf and for nan, isinf() for inf only"),
     (Rules(sees_inf=False), "an inf is not found: isfinite() is False for inf and for nan, isnan() for nan only"),
     (Rules(skips=False), "the update is made in spite of the overflow"),
+    (Rules(skips=False, clips_overflow=False), "the update is made in spite of the overflow"),
     (Rules(backoff=1.0), "the scale is not reduced after an overflow"),
     (Rules(backoff=2.0), "the scale grows after an overflow: it should be halved"),
     (Rules(backoff=0.25), "the scale is halved more than once for one overflow"),
@@ -114,21 +144,22 @@ MISTAKES = (
 )
 
 
-def simulate_scaling(seed: int, rules: Rules) -> list[Trace]:
+def simulate_scaling(seed: int, rules: Rules, start: float) -> list[Trace]:
     """Return the traces of both ranks under these rules."""
-    scales, counts = [START, START], [0, 0]
+    scales, counts = [start, start], [0, 0]
     weights = [torch.zeros(8), torch.zeros(8)]
     traces: list[Trace] = [[], []]
     for step in range(len(SCRIPT)):
-        grads = [true_gradient(seed, rank, step).repeat(2) * scales[rank] for rank in range(2)]
+        grads = [true_gradient(seed, rank, step) * scales[rank] for rank in range(2)]
         bad = [
             bool((rules.sees_inf and grad.isinf().any()) or (rules.sees_nan and grad.isnan().any())) for grad in grads
         ]
         for rank in range(2):
             overflow = any(bad) if rules.agree else bad[rank]
+            overflow = all(bad) if rules.count == "all" else overflow
             old = scales[rank]
             if overflow:
-                scales[rank] *= rules.backoff
+                scales[rank] *= rules.backoff ** (sum(bad) if rules.count == "each" else 1)
                 counts[rank] = 0 if rules.resets_after_overflow else counts[rank]
             else:
                 counts[rank] += 1
@@ -138,7 +169,9 @@ def simulate_scaling(seed: int, rules: Rules) -> list[Trace]:
             done = not overflow or not rules.skips
             divisor = {"first": old, "never": 1.0, "late": scales[rank]}[rules.unscale]
             if done:
-                weights[rank] = weights[rank] - clipped(grads[rank], divisor, rules.clip)
+                weights[rank] = weights[rank] - clipped(
+                    grads[rank], divisor, rules.clip if not overflow or rules.clips_overflow else "never"
+                )
             traces[rank].append((not overflow, scales[rank], weights[rank].clone()))
     return traces
 
@@ -155,7 +188,13 @@ def clipped(grad: Tensor, divisor: float, clip: str) -> Tensor:
 
 
 def grade_loss_scaling(attempt: Attempt) -> None:
-    """Check a scripted series of good steps and overflows on two ranks."""
+    """Check a scripted series of good steps and overflows on two ranks, from three scales."""
+    for start in STARTS:
+        check_scaling(attempt, start)
+
+
+def check_scaling(attempt: Attempt, start: float) -> None:
+    """Check the series from one scale."""
     seed = attempt.seed()
     waits = (
         "One rank waits for a call that the other one does not make: every rank must make the all-reduce of the flag "
@@ -163,29 +202,29 @@ def grade_loss_scaling(attempt: Attempt) -> None:
     )
     errors = NO_GRADIENT | {"waits in": waits}
     answers = run_explained(
-        attempt, rank_scaling, 2, (seed,), waits=waits, errors=errors, timeout=HANG_SECONDS, see=SCALING
+        attempt, rank_scaling, 2, (seed, start), waits=waits, errors=errors, timeout=HANG_SECONDS, see=SCALING
     )
     check_waited(answers)
     for answer in answers:
-        if answer.value["scaled"] != 3 * START or answer.value["slope"] != START:
+        if answer.value["scaled"] != 3 * start or answer.value["slope"] != start:
             raise Mistake(
                 f"scale(loss) of a loss of 3.0 is {answer.value['scaled']}, its gradient {answer.value['slope']}; with "
-                f"the scale {START:.0f} it should be {3 * START:.0f} and {START:.0f}.",
+                f"the scale {start:.0f} it should be {3 * start:.0f} and {start:.0f}.",
                 see=SCALING,
             )
     traces = [answer.value["trace"] for answer in answers]
-    right = simulate_scaling(seed, Rules())
+    right = simulate_scaling(seed, Rules(), start)
     place = first_difference(traces, right)
     if place is None:
         return
     rank, step = place
     seen, expected = traces[rank][step], right[rank][step]
     where = (
-        f"Step {step} (size of the gradients {SCRIPT[step]}): rank {rank} returned {seen[0]}, scale {seen[1]:.0f}, "
-        f"weight {seen[2][0]:.4f}; expected {expected[0]}, {expected[1]:.0f}, {expected[2][0]:.4f}"
+        f"Step {step} (size of the gradients {SCRIPT[step]}): rank {rank} returned {seen[0]}, scale {seen[1]:g}, "
+        f"weight {seen[2][0]:.4f}; expected {expected[0]}, {expected[1]:g}, {expected[2][0]:.4f}"
     )
     for rules, text in MISTAKES:
-        if first_difference(traces, simulate_scaling(seed, rules)) is None:
+        if first_difference(traces, simulate_scaling(seed, rules, start)) is None:
             raise Mistake(f"{where}: {text}.", see=SCALING)
     raise Mistake(f"{where}.", see=SCALING)
 

@@ -185,6 +185,7 @@ EXERCISES = (
         target="build",
         points=20,
         grade=grade_equality,
+        programs=True,
     ),
     Exercise(
         name="project-scaling",
@@ -193,6 +194,7 @@ EXERCISES = (
         target="build",
         points=15,
         grade=grade_scaling,
+        programs=True,
     ),
     Exercise(
         name="project-recovery",
@@ -201,6 +203,7 @@ EXERCISES = (
         target="build",
         points=15,
         grade=grade_recovery,
+        programs=True,
     ),
     Exercise(
         name="project-bytes",
@@ -209,5 +212,6 @@ EXERCISES = (
         target="build",
         points=10,
         grade=grade_bytes,
+        programs=True,
     ),
 )

@@ -66,7 +66,8 @@ class Fake:
 class Life:
     """The generations of a run: what each reaches and how it ends."""
 
-    def __init__(self, plan: list[tuple[int, int, int]]) -> None:
+    def __init__(self, plan: list[tuple[int, int, int]], world: int) -> None:
+        self.world = world
         self.plan, self.time, self.polls, self.step = plan, 0.0, 0, 0
         self.pauses: list[float] = []
         self.ranks: list[Fake] = []
@@ -84,7 +85,7 @@ class Life:
             self.pauses.append(seconds)
 
     def start(self, generation: int) -> list[Fake]:
-        """Begin a generation of three ranks."""
+        """Begin a generation."""
         running = [fake.rank for fake in self.ranks if fake.exitcode is None]
         if running:
             killed = all(self.ranks[rank].killed for rank in running)
@@ -104,7 +105,7 @@ class Life:
         progress, guilty, code = self.plan[self.started]
         self.started += 1
         self.step += progress
-        ends = [(None if code else self.time + 1.0 + rank, 0) for rank in range(3)]
+        ends = [(None if code else self.time + 1.0 + rank, 0) for rank in range(self.world)]
         if code:
             ends[guilty] = (self.time + 1.0, code)
         self.ranks = [Fake(self, rank, end, result) for rank, (end, result) in enumerate(ends)]
@@ -119,9 +120,9 @@ def grade_recovery(attempt: Attempt) -> None:
 
 
 def _supervised(
-    module: ModuleType, plan: list[tuple[int, int, int]], restarts: int, backoff: float
+    module: ModuleType, plan: list[tuple[int, int, int]], restarts: int, backoff: float, world: int = 3
 ) -> tuple[Life, Any]:
-    life = Life(plan)
+    life = Life(plan, world)
     try:
         with patch("time.sleep", _refuse_sleep):
             found = module.supervise(life.start, lambda: life.step, restarts, backoff, life.sleep)
@@ -149,14 +150,18 @@ def recovery(module: ModuleType, backoff: float) -> None:
         )
     if found != 0:
         raise Mistake(f"all ranks ended with code 0, and supervise() gave {found!r}; it should return 0 restarts")
-    for guilty, code in ((2, 17), (1, -9)):
-        life, found = _supervised(module, [(5, guilty, code), (5, 0, 0)], 3, backoff)
+    for world, guilty, code in ((3, 2, 17), (3, 1, -9), (3, 0, 17), (4, 0, -11), (2, 1, 113), (1, 0, 1)):
+        life, found = _supervised(module, [(5, guilty, code), (5, 0, 0)], 3, backoff, world)
         if found == 0:
             raise Mistake(f"rank {guilty} ended with exit code {code}, and supervise() took that for a good end")
         if found != 1:
-            raise Mistake(f"one failure and then a good end is 1 restart; supervise() gave {found!r}")
+            raise Mistake(
+                f"rank {guilty} of {world} ended with exit code {code}, then all ended well: that is 1 restart; "
+                f"supervise() gave {found!r}"
+            )
     _pauses(module, backoff)
     _gives_up(module, backoff)
+    _names_the_guilty(module, backoff)
 
 
 def _pauses(module: ModuleType, backoff: float) -> None:
@@ -196,6 +201,27 @@ def _gives_up(module: ModuleType, backoff: float) -> None:
             f"the error says {str(found)!r}: it should name the rank that failed first and its exit code (rank 2, 17), "
             "not those of ranks that you killed"
         )
+
+
+def _names_the_guilty(module: ModuleType, backoff: float) -> None:
+    """Let each rank in turn be the one that fails, with no restart left."""
+    for world, guilty, code in ((3, 0, 17), (3, 1, -9), (4, 1, 3), (5, 3, -6), (2, 0, 1)):
+        life, found = _supervised(module, [(4, guilty, code)] * 3, 0, backoff, world)
+        if life.started != 1 or not isinstance(found, RuntimeError):
+            raise Mistake(
+                f"with max_restarts=0 the first failure is the end: RuntimeError; the ranks were started "
+                f"{life.started} times and supervise() gave {found!r}"
+            )
+        if f"rank {guilty}" not in str(found) or str(code) not in str(found):
+            raise Mistake(
+                f"rank {guilty} of {world} ended with exit code {code} while the others ran, and they were killed; the "
+                f"error says {str(found)!r}: it should name the rank that failed first and its exit code (rank "
+                f"{guilty}, {code}), not those of ranks that you killed"
+            )
+        if life.pauses:
+            raise Mistake(
+                f"no restart is left, and supervise() pauses for {life.pauses} before it raises: raise at once"
+            )
 
 
 @reported
@@ -263,15 +289,33 @@ def grade_elastic(attempt: Attempt) -> None:
         state = answers[0].value["state"]
 
 
+class Scaled(nn.Module):
+    """A linear model of two outputs, with a buffer that its outputs depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+        self.register_buffer("scale", 0.5 + torch.rand(5))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs."""
+        return self.linear(inputs * self.scale)
+
+
+def wanted(inputs: torch.Tensor) -> torch.Tensor:
+    """Return the targets: the sum of the columns, and of the first two."""
+    return torch.stack([inputs.sum(1), inputs[:, :2].sum(1)], dim=1)
+
+
 def _elastic_parts(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = nn.Linear(5, 1)
+    model = Scaled()
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def _full_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
     optimizer.zero_grad()
-    (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+    nn.functional.mse_loss(model(inputs), wanted(inputs)).backward()
     optimizer.step()
 
 
@@ -326,19 +370,24 @@ def rank_elastic(
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
         training.position = state[2]
+    else:  # other ranks may hold anything
+        training.position = 9 + seed % 20
+        optimizer.param_groups[0]["lr"] = 0.7
     training.join()
-    missing = (
-        "the weights" if any(not torch.equal(model.state_dict()[name], state[0][name]) for name in state[0]) else ""
-    )
+    wrong = [name for name in state[0] if not torch.equal(model.state_dict()[name], state[0][name])]
+    missing = ("the buffers" if wrong == ["scale"] else "the weights") if wrong else ""
     if len(optimizer.state_dict()["state"]) != len(state[1]["state"]):
         missing = missing or "the optimizer state (momentum)"
+    if optimizer.param_groups[0]["lr"] != state[1]["param_groups"][0]["lr"]:
+        missing = missing or "the optimizer state (the learning rate)"
     if training.position != state[2]:
         missing = missing or "the position in the epoch"
     data = torch.randn(len(order), 5, generator=torch.Generator().manual_seed(1))
     shares = []
     for _ in range(steps):
+        training.share(0, world + 1)  # asking what another number of ranks would get changes nothing
         shares.append(list(training.share(rank, world)))
         inputs = data[shares[-1]]
-        training.step(inputs, inputs.sum(1, keepdim=True))
+        training.step(inputs, wanted(inputs))
     final = (model.state_dict(), optimizer.state_dict(), training.position)
     return {"shares": shares, "state": final, "missing": missing}

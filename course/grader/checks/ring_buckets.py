@@ -42,10 +42,39 @@ def rank_groups(module: ModuleType, seed: int, counts: Sequence[int]) -> list[li
     return [[number.get(id(each), -1) for each in group] for group in module.Buckets(parameters, LIMIT).groups]
 
 
-def rank_flatten(module: ModuleType, seed: int, counts: Sequence[int]) -> list[Tensor]:
-    """Return the flat gradients of each group."""
-    buckets = module.Buckets(make_parameters(seed, counts), LIMIT)
-    return [buckets.flatten(index).detach().clone() for index in range(len(buckets.groups))]
+def rank_flatten(module: ModuleType, seed: int, counts: Sequence[int]) -> tuple[list[Tensor], str]:
+    """Return the flat gradients of each group, and what became of the gradients themselves."""
+    parameters = make_parameters(seed, counts)
+    before = [None if each.grad is None else each.grad.clone() for each in parameters]
+    buckets = module.Buckets(parameters, LIMIT)
+    flats = []
+    for index in range(len(buckets.groups)):
+        flats.append(buckets.flatten(index).detach().clone())
+        if any((each.grad is None) != (old is None) for each, old in zip(parameters, before, strict=True)):
+            return flats, "gone or new: it leaves the gradients as they are, None stays None"
+    return flats, ""
+
+
+def odd_parameters(seed: int) -> list[nn.Parameter]:
+    """Return parameters of two types of 2 bytes and one of 8, one gradient missing, one not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for dtype, rows in ((torch.float64, 20), (torch.float64, 31), (torch.bfloat16, 20), (torch.float16, 33)):
+        for _ in range(2):
+            parameter = nn.Parameter(torch.randn((rows, 2), generator=generator).to(dtype))
+            parameter.grad = torch.randn((2, rows), generator=generator).to(dtype).t()
+            made.append(parameter)
+    made[5].grad = None
+    return made
+
+
+def rank_odd(module: ModuleType, seed: int) -> tuple[list[list[int]], list[Tensor]]:
+    """Return the groups of the odd parameters as numbers, and the flat gradients of each."""
+    parameters = odd_parameters(seed)
+    number = {id(parameter): index for index, parameter in enumerate(parameters)}
+    buckets = module.Buckets(parameters, LIMIT)
+    flats = [buckets.flatten(index).detach().clone() for index in range(len(buckets.groups))]
+    return [[number.get(id(each), -1) for each in group] for group in buckets.groups], flats
 
 
 def rank_unflatten(module: ModuleType, seed: int, counts: Sequence[int]) -> list[Tensor | None]:
@@ -85,8 +114,22 @@ def grade_buckets(attempt: Attempt) -> None:
     parameters = make_parameters(seed, counts)
     groups = attempt.call(rank_groups, seed, counts)
     check_groups(groups, parameters)
-    check_flats(groups, attempt.call(rank_flatten, seed, counts), parameters)
+    flats, changed = attempt.call(rank_flatten, seed, counts)
+    check_flats(groups[: len(flats)], flats, parameters)
+    if changed:
+        raise Mistake(f"after flatten() a gradient is {changed}", SEE_BUCKETS)
     check_gradients(attempt.call(rank_unflatten, seed, counts), parameters)
+    odd = odd_parameters(seed)
+    groups, flats = attempt.call(rank_odd, seed)
+    right = expected_groups(odd, LIMIT)
+    if groups != right:
+        kinds = [f"{str(each.dtype).removeprefix('torch.')} {each.numel()}" for each in odd]
+        raise Mistake(
+            f"for parameters of these types and elements: {', '.join(kinds)}, the groups are {groups}; with a limit of "
+            f"{LIMIT} bytes they should be {right}: a group has one type, and an element has element_size() bytes",
+            SEE_BUCKETS,
+        )
+    check_flats(groups, flats, odd)
 
 
 def check_groups(groups: list[list[int]], parameters: Sequence[nn.Parameter]) -> None:
@@ -286,8 +329,8 @@ def grade_overlap(attempt: Attempt) -> None:
         (0, 1): "The ranks' gradients come in different orders: start the buckets in one order, each once per step",
         (0, 2, 1): MISSING,
     }
-    for steps, hint in hints.items():
-        answers = run_explained(attempt, rank_overlap, 2, (seed, steps), waits=hint, sizes=hint, see=SEE_OVERLAP)
+    for world, (steps, hint) in zip((3, 2, 2), hints.items(), strict=True):
+        answers = run_explained(attempt, rank_overlap, world, (seed, steps), waits=hint, sizes=hint, see=SEE_OVERLAP)
         for place, step in enumerate(steps):
             check_averages(answers, seed, place, step)
         check_times(answers, steps)
@@ -295,24 +338,29 @@ def grade_overlap(attempt: Attempt) -> None:
 
 def check_averages(answers: Sequence[Answer], seed: int, place: int, step: int) -> None:
     """Raise unless every gradient is the mean over the ranks; say what it is instead."""
-    local = [local_gradients(seed, step, rank) for rank in range(2)]
+    world = len(answers)
+    local = [local_gradients(seed, step, rank) for rank in range(world)]
     for answer in answers:
-        rank, other = answer.rank, 1 - answer.rank
+        rank, other = answer.rank, (answer.rank + 1) % world
         for index, group in enumerate(answer.value["gradients"][place]):
             if any(gradient is None for gradient in group):
                 raise Mistake(f"step {place}: bucket {index} of rank {rank} has no gradient. {MISSING}", SEE_OVERLAP)
             found = torch.cat([gradient.reshape(-1) for gradient in group])
-            mean = (local[0][index] + local[1][index]) / 2
+            mean = sum(each[index] for each in local) / world
             if torch.allclose(found, mean, rtol=1e-4, atol=1e-5):
                 continue
             where = f"step {place}: bucket {index} of rank {rank} is"
-            if torch.allclose(found, 2 * mean, rtol=1e-4, atol=1e-5):
+            if torch.allclose(found, world * mean, rtol=1e-4, atol=1e-5):
                 raise Mistake(
-                    f"{where} the sum over the 2 ranks, not the mean: divide by the number of ranks", SEE_OVERLAP
+                    f"{where} the sum over the {world} ranks, not the mean: divide by the number of ranks", SEE_OVERLAP
                 )
-            if torch.allclose(found, mean / 2, rtol=1e-4, atol=1e-5):
-                raise Mistake(f"{where} half of the mean: it was divided twice", SEE_OVERLAP)
-            if any(torch.allclose(found, local[rank][index] / k, rtol=1e-4, atol=1e-5) for k in (1, 2)):
+            if torch.allclose(found, world * mean / 2, rtol=1e-4, atol=1e-5):
+                raise Mistake(f"{where} half of the sum; there are {world} ranks: dist.get_world_size()", SEE_OVERLAP)
+            if torch.allclose(found, mean / world, rtol=1e-4, atol=1e-5):
+                raise Mistake(
+                    f"{where} the mean divided by the number of ranks again: it was divided twice", SEE_OVERLAP
+                )
+            if any(torch.allclose(found, local[rank][index] / k, rtol=1e-4, atol=1e-5) for k in (1, world)):
                 raise Mistake(
                     f"{where} made of the rank's own gradient alone: write the sum back after wait(), in every step",
                     SEE_OVERLAP,

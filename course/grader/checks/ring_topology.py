@@ -162,7 +162,12 @@ def check_best(order: list[int], matrix: list[list[int]]) -> None:
 
 # --- hierarchical all-reduce ------------------------------------------------------------------------------------------
 
-LAYOUTS = (("a", "b", "a", "b"), ("a", "b", "b", "a"), ("b", "a", "a", "a"), ("a", "b", "a", "c"))
+LAYOUTS = (
+    (("a", "b", "a", "b"), ("a", "b", "b", "a")),
+    (("b", "a", "a", "a"), ("a", "a", "b", "a"), ("a", "a", "a", "b")),
+    (("a", "b", "a", "c"), ("c", "b", "b", "a"), ("b", "a", "c", "a")),
+)
+"""Two hosts of two ranks, one of three and one of one, three hosts; one layout of each kind is used."""
 
 
 def whole_numbers(seed: int, rank: int, size: int) -> Tensor:
@@ -179,8 +184,8 @@ def rank_hierarchical(module: ModuleType, rank: int, world: int, seed: int, size
 
 
 def grade_hierarchical(attempt: Attempt) -> None:
-    """Check the sum, then who sent how much over which link, on two layouts of hosts."""
-    for hosts in (attempt.random.choice(LAYOUTS[:2]), attempt.random.choice(LAYOUTS[2:])):
+    """Check the sum, then who sent how much over which link, on three layouts of hosts."""
+    for hosts in map(attempt.random.choice, LAYOUTS):
         size, seed = attempt.random.randint(40, 90), attempt.seed()
         agree = (
             f"The hosts are {list(hosts)}: all ranks must agree on the leaders and their order (that of a set, or by "

@@ -57,8 +57,9 @@ def checkpoints(module: ModuleType, folder: Path, seed: int) -> None:
     _file_operations(module, folder / "b", _state(3))
     _file_operations(module, folder / "small", {"step": 3})  # fits into the buffer of a file: only flush() writes it
     _keeps(module, folder / "c")
-    _damage(module, folder / "d")
+    _damage(module, folder / "d", random.Random(seed))
     _kills(module, folder / "e")
+    _copied(module, folder / "f")
 
 
 class Probe:
@@ -111,6 +112,16 @@ def _round_trip(module: ModuleType, folder: Path) -> None:
         )
     if step != 100 or not _same(state, states[100]):
         raise Mistake(f"after the steps 9, 10 and 100 were saved, load() returned step {step} with other values")
+    for before, after in ((99_999, 100_000), (999_999, 1_000_000)):
+        place = folder / f"{after}"
+        for step in (before, after):
+            module.CheckpointStore(place, keep=2).save(step, _state(step))
+        step, _ = _loaded(module, place, f"after the steps {before} and {after} were saved")
+        if step != after:
+            raise Mistake(
+                f"after the steps {before} and {after} were saved, load() returned step {step}: with more digits than "
+                "the file name has leading zeros for, names are compared as text. Compare numbers"
+            )
 
 
 def _loaded(module: ModuleType, folder: Path, when: str) -> tuple[int, Any]:
@@ -187,6 +198,9 @@ def _file_operations(module: ModuleType, folder: Path, state: dict[str, Any]) ->
 
 def _keeps(module: ModuleType, folder: Path) -> None:
     store = module.CheckpointStore(folder, keep=2)
+    foreign = folder / "metrics.jsonl"
+    foreign.parent.mkdir(parents=True, exist_ok=True)
+    foreign.write_text("{}")
     paths = [store.save(step, _state(step)) for step in (8, 9, 10, 11, 12)]
     left = [step for step, path in zip((8, 9, 10, 11, 12), paths, strict=True) if path.exists()]
     if left != [11, 12]:
@@ -194,30 +208,64 @@ def _keeps(module: ModuleType, folder: Path) -> None:
             f"after the steps 8 to 12 were saved with keep=2, the checkpoints of the steps {left} are there; "
             "[11, 12] should be"
         )
+    if not foreign.exists():
+        raise Mistake("save() removed metrics.jsonl, which it had not written: remove old checkpoints, nothing else")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if size > 2.5 * paths[-1].stat().st_size:
         raise Mistake("save() leaves other files behind: the folder holds more than the two checkpoints of keep=2")
 
 
-def _damage(module: ModuleType, folder: Path) -> None:
+def _copied(module: ModuleType, folder: Path) -> None:
+    """Change the times of the files, as a copy or a restored backup does: the names alone say which is the newest."""
+    store = module.CheckpointStore(folder)
+    paths = [store.save(step, _state(step)) for step in (3, 20, 100)]
+    for age, path in enumerate(paths):
+        os.utime(path, (10**9 - age, 10**9 - age))
+    step, _ = _loaded(module, folder, "after the folder was copied")
+    if step != 100:
+        raise Mistake(
+            f"the steps 3, 20 and 100 were saved and the folder was copied, which gave the files other times; load() "
+            f"returned step {step}. The newest checkpoint is the one of the largest step, not of the latest time"
+        )
+
+
+def _damage(module: ModuleType, folder: Path, draw: random.Random) -> None:
     store, states = module.CheckpointStore(folder), {step: _state(step) for step in (1, 2, 3)}
     paths = {step: store.save(step, state) for step, state in states.items()}
-    content = bytearray(paths[3].read_bytes())
-    at = content.find(states[3]["weight"].numpy().tobytes()[:64])
-    content[at + 2 if at >= 0 else len(content) // 2] ^= 16
+    whole = paths[3].read_bytes()
+    weight = states[3]["weight"].numpy().tobytes()
+    at = whole.find(weight[:64])
+    places = [len(whole) // 2] if at < 0 else [at + 2, at + len(weight) - 6, at + len(weight) // 2]
+    places += [draw.randrange(len(whole)) for _ in range(6)]
+    for number, place in enumerate(places):
+        content = bytearray(whole)
+        content[place] ^= 16 if number < 3 else 1 << draw.randrange(8)
+        paths[3].write_bytes(content)
+        step, state = _loaded(module, folder, "with one flipped bit in the newest of three checkpoints")
+        if step == 3 and not _same(state, states[3]):
+            raise Mistake(
+                f"one bit of the newest checkpoint was flipped, in byte {place:,} of {len(whole):,}, and load() "
+                "returned it as if it were whole: keep a checksum of the whole content with it and compare when you "
+                "read"
+            )
+        if step not in (2, 3) or not _same(state, states[step]):
+            raise Mistake(f"with a flipped bit in step 3, load() returned step {step}; step 2 is the newest whole one")
+    content = bytearray(whole)
+    content[places[0]] ^= 16
     paths[3].write_bytes(content)
-    step, state = _loaded(module, folder, "with one flipped bit in the newest of three checkpoints")
-    if step == 3:
-        raise Mistake(
-            "one bit of the newest checkpoint was flipped, and load() returned it as if it were whole: keep a checksum "
-            "of the content with it and compare when you read"
-        )
-    if step != 2 or not _same(state, states[2]):
-        raise Mistake(f"with a flipped bit in step 3, load() returned step {step}; step 2 is the newest whole one")
     paths[2].write_bytes(paths[2].read_bytes()[: paths[2].stat().st_size // 2])
     step, _ = _loaded(module, folder, "with a file that was cut in the middle")
     if step != 1:
         raise Mistake(f"with step 3 damaged and step 2 cut in the middle, load() returned step {step}; 1 is whole")
+    try:
+        found = module.CheckpointStore(folder, keep=1).load()
+    except RuntimeError as error:
+        found = error
+    if not isinstance(found, tuple) or found[0] != 1:
+        raise Mistake(
+            f"of three checkpoints the two newest are damaged and step 1 is whole; load() of a store with keep=1 gave "
+            f"{found!r:.80}: keep limits what save() leaves, load() looks at all that are there"
+        )
     paths[1].write_bytes(b"")
     try:
         found = module.CheckpointStore(folder).load()
@@ -284,20 +332,38 @@ def _after_kill(module: ModuleType, place: Path, operation: str, old: dict[str, 
     except Mistake as mistake:
         reason = "the old checkpoint must stay until the new one has its name"
         raise Mistake(f"{mistake}. A kill at any moment must leave the old or the new checkpoint: {reason}") from None
+    if step not in (1, 2):
+        raise Mistake(
+            f"{when}, load() returned step {step}, and only the steps 1 and 2 were ever saved: the temporary file has "
+            "a name that load() takes for a checkpoint. The next saves are then older than it, and are lost"
+        )
     if not _same(state, old if step == 1 else new):
         raise Mistake(f"{when}, load() returned step {step} with other values than were saved")
+    later = _state(3)
+    module.CheckpointStore(place, keep=1).save(3, later)
+    step, state = _loaded(module, place, f"{when}, step 3 was saved, and")
+    if step != 3 or not _same(state, later):
+        raise Mistake(
+            f"{when}, the run went on and saved step 3; load() returned step {step}: what the killed save left behind "
+            "counts as newer, or save() removed the new checkpoint"
+        )
 
 
 class Run:
     """A training of the grader that depends on every kind of state."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, restarts: bool = False) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
         self.model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(0.3), nn.Linear(12, 1))
+        self.model.register_buffer("seen", torch.zeros((), dtype=torch.float64))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.7)
+        schedulers = torch.optim.lr_scheduler
+        if restarts:  # its state is more than the number of steps
+            self.scheduler: Any = schedulers.CosineAnnealingWarmRestarts(self.optimizer, T_0=2, T_mult=2)
+        else:
+            self.scheduler = schedulers.StepLR(self.optimizer, step_size=2, gamma=0.7)
         self.epoch, self.position = 0, 0
         self.data = torch.randn(20, 6, generator=torch.Generator().manual_seed(3))
 
@@ -306,11 +372,12 @@ class Run:
         return [self._step() for _ in range(steps)]
 
     def _step(self) -> float:
-        if self.position >= 20:
-            self.epoch, self.position = self.epoch + 1, 0
         order = torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch))
         inputs = self.data[order[self.position : self.position + 5]]
         self.position += 5
+        if self.position == 20:
+            self.epoch, self.position = self.epoch + 1, 0
+        self.model.seen += 0.1
         noise = torch.from_numpy(numpy.random.normal(0.0, 0.1, inputs.shape)).float()
         outputs = self.model(inputs * random.uniform(0.9, 1.1) + noise)
         loss = (outputs - inputs.sum(1, keepdim=True)).square().mean()
@@ -329,7 +396,7 @@ class Run:
             "the buffers of the model (the running mean of BatchNorm)": {name: state[name] for name in sorted(buffers)},
             "the optimizer (its moments)": self.optimizer.state_dict()["state"],
             "the learning rate": [group["lr"] for group in self.optimizer.param_groups],
-            "the scheduler": self.scheduler.last_epoch,
+            "the scheduler": self.scheduler.state_dict(),
             "the epoch of the data": self.epoch,
             "the position in the epoch": self.position,
             "the random state of Python (random)": random.getstate(),
@@ -346,10 +413,14 @@ def grade_state(attempt: Attempt) -> None:
 
 @reported
 def complete_state(module: ModuleType, seed: int) -> None:
-    """Compare a training that was stopped and restored with one that was not."""
-    cut = 5 + seed % 3 if (5 + seed % 3) % 4 else 5
-    losses = Run(seed).run(cut + 6)
-    first = Run(seed)
+    """Compare a training that was stopped and restored with one that was not: in an epoch, and between two."""
+    for cut, restarts in ((4 + 1 + seed % 3, False), (8, True)):
+        _stopped(module, seed, cut, restarts)
+
+
+def _stopped(module: ModuleType, seed: int, cut: int, restarts: bool) -> None:
+    losses = Run(seed, restarts).run(cut + 6)
+    first = Run(seed, restarts)
     first.run(cut)
     parts = first.parts()
     state = module.TrainingState.capture(first)
@@ -363,8 +434,8 @@ def complete_state(module: ModuleType, seed: int) -> None:
             "two steps after capture() the captured state had changed: state_dict() returns the tensors, not "
             "copies. Return a copy (copy.deepcopy), so that a save in the background writes one moment"
         )
-    second = Run(seed + 1)
-    second.run(3)
+    second = Run(seed + 1, restarts)
+    second.run(2 if cut % 4 != 2 else 3)  # in another epoch, at another position
     snapshot = pickle.loads(stored)
     module.TrainingState.restore(second, snapshot)
     found = second.parts()
@@ -378,6 +449,10 @@ def complete_state(module: ModuleType, seed: int) -> None:
             f"step {at + 1} after restore() has the loss {after[at]:.6f}, without a stop {losses[cut + at]:.6f}"
         )
     module.TrainingState.restore(second, snapshot)
+    found = second.parts()
+    lost = [name for name, value in parts.items() if not same_value(value, found[name])]
+    if lost and lost[0] not in ("the weights of the model", "the optimizer (its moments)"):
+        raise Mistake(f"after a second restore() of one snapshot, {lost[0]} is not as it was at capture()")
     if not same_value(snapshot, kept) or second.run(6) != losses[cut:]:
         raise Mistake(
             "a second restore() from the same snapshot, six steps after the first, gives another training: "

@@ -28,8 +28,8 @@ def gradient_of(weights: Tensor, worker: int, step: int) -> Tensor:
 class Worker:
     """The gradient function of one rank; it notes the weights it was called with, and when."""
 
-    def __init__(self, rank: int, pause: float = 0.0) -> None:
-        self.rank, self.pause = rank, pause
+    def __init__(self, rank: int, pause: float = 0.0, first_pause: float = 0.0) -> None:
+        self.rank, self.pause, self.first_pause = rank, pause, first_pause
         self.seen: list[Tensor] = []
         self.steps: list[int] = []
         self.times: list[float] = []
@@ -41,7 +41,7 @@ class Worker:
             raise RuntimeError("the server called gradient(): only workers have data")
         self.seen.append(weights.clone())
         self.steps.append(step)
-        time.sleep(self.pause)
+        time.sleep(self.pause if step else self.pause + self.first_pause)
         return gradient_of(weights, self.rank, step)
 
 

@@ -183,8 +183,8 @@ def check_training(job: Job, answers: list[Answer]) -> None:
             raise Mistake(f"{where}: train should return {steps} losses, one per step; it returned {losses}.", see=LOOP)
         if not all(type(loss) is float for loss in losses):
             raise Mistake(
-                f"{where}: train returned {losses[0]!r:.60} among the losses; they should be floats: a tensor in a list "
-                "keeps its memory, and perhaps its graph.",
+                f"{where}: train returned {losses[0]!r:.60} among the losses; they should be floats: a tensor in a "
+                "list keeps its memory, and perhaps its graph.",
                 see=LOOP,
             )
         if not answer.value["training"]:

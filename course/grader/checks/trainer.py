@@ -204,7 +204,7 @@ def rank_average(module: ModuleType, rank: int, world: int, seed: int, missing: 
     model = Layers()
     before = tensors_of(model)
     for number, param in enumerate(model.parameters()):
-        if param is model.layers[1].weight or param.requires_grad and number not in missing.get(rank, []):
+        if param is model.layers[1].weight or (param.requires_grad and number not in missing.get(rank, [])):
             param.grad = gradient(seed, rank, number, param.shape)
     module.average_gradients(model)
     after = tensors_of(model)
@@ -265,8 +265,8 @@ def check_gradients(answer: Answer, seed: int, world: int, missing: dict[int, li
             kept = gradient(seed, answer.rank, number, torch.Size((3, 3)))
             if name.endswith("weight") and (found is None or not torch.equal(found, kept)):
                 raise Mistake(
-                    f"Rank {answer.rank}: the frozen {name} (requires_grad=False) has a gradient of an earlier stage of "
-                    "the training, and average_gradients changed it: leave frozen parameters alone.",
+                    f"Rank {answer.rank}: the frozen {name} (requires_grad=False) has a gradient of an earlier stage "
+                    "of the training, and average_gradients changed it: leave frozen parameters alone.",
                     see=AVERAGE,
                 )
             continue

@@ -190,10 +190,10 @@ class ElasticTraining:
         return self.order[self.position : self.position + self.global_batch][rank::world]
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
-        """Make one step on the mean squared error over the global batch; ``inputs`` and ``targets`` are this share."""
+        """Make one step on the mean squared error of the global batch; ``inputs`` and ``targets`` are this share."""
         total = min(self.global_batch, len(self.order) - self.position)
         self.optimizer.zero_grad()
-        loss = (self.model(inputs) - targets).square().sum() / total
+        loss = (self.model(inputs) - targets).square().mean(1).sum() / total
         loss.backward()
         for parameter in self.model.parameters():
             dist.all_reduce(parameter.grad)

@@ -70,7 +70,10 @@ class Stragglers:
 
     ranks: list[int]
     slowdown: dict[int, float]
-    """For each of them: its median compute time over the steps, divided by the median of all ranks' such medians."""
+    """For each of them: its median compute time over the steps, divided by the median of all ranks' such medians.
+
+    Of an even number of values the median is the mean of the two in the middle, as torch.quantile gives it.
+    """
     lost: float
     """Seconds per step that the run would gain without them: the slowest of all against the slowest of the others."""
     transfer: float

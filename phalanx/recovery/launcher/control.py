@@ -22,6 +22,7 @@ from phalanx.recovery.launcher.policy import patience
 from phalanx.recovery.launcher.protocol import (
     Accept,
     Action,
+    Agreed,
     AllHereEnded,
     AllOver,
     AnswerRequest,
@@ -30,6 +31,7 @@ from phalanx.recovery.launcher.protocol import (
     Event,
     GiveUp,
     Later,
+    Lead,
     LeaderLost,
     Mailed,
     NodeArrived,
@@ -90,6 +92,7 @@ class ElasticControl:
             Send: self._send,
             Accept: self._accept,
             NodesChanged: self._change_nodes,
+            Lead: lambda action: context.rendezvous.lead(action.term),
             Tell: lambda action: context.console.handle(action.event),
             Later: lambda action: context.later(action.seconds, lambda: self._handle(action.event)),
             GiveUp: self._give_up,
@@ -111,7 +114,8 @@ class ElasticControl:
         return {
             "mail": self._on_mail,
             "arrival": self._on_arrival,
-            "lost_nodes": lambda names: self._handle(NodesLost(tuple(names))),
+            "lost_nodes": lambda names, ended: self._handle(NodesLost(tuple(names), tuple(ended))),
+            "agreed": lambda version: self._handle(Agreed(version)),
             "leader": self._on_lost_leader,
         }
 
@@ -198,20 +202,24 @@ class ElasticControl:
         self._handle(Mailed(sender, decode(mail)))
 
     def _on_arrival(self, name: str, entry: dict[str, Any]) -> None:
+        if self._context.is_stopping():  # it will find the next attempt, if there is one
+            return
         self._handle(NodeArrived(name, entry["host"], entry["ranks"], tuple(entry["standby"])))
 
     def _on_lost_leader(
         self,
         leader: str,
         lost: str,
+        term: int,
+        ended: Sequence[str],
+        gone: Sequence[str],
+        new: Sequence[str],
         address: tuple[str, int] | None = None,
-        others: Sequence[str] = (),
-        ended: Sequence[str] = (),
     ) -> None:
         """Follow another launcher after the node that decided was lost; with an `address` take over."""
         self._context.console.notice(f"the machine {lost}, which decided about the ranks, was lost")
         at = (address[0], address[1]) if address is not None else None
-        self._handle(LeaderLost(leader, at, tuple(others), tuple(ended)))
+        self._handle(LeaderLost(leader, at, term, tuple(ended), tuple(gone), tuple(new)))
 
     def _ask_for_ranks(self) -> None:
         """Let the node carry out a user's request, or pass it on if the leader does not see this folder."""
@@ -279,7 +287,7 @@ class ElasticControl:
 
     def _accept(self, action: Accept) -> None:
         own, view = self._context.node, self.node.view
-        place = {"master_addr": own.master_addr, "master_port": own.master_port, **action.place}
+        place = {"master_addr": own.master_addr, "master_port": own.master_port, "term": view.term, **action.place}
         nodes = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
         self._context.rendezvous.post(action.node, {"accept": {**place, "machines": nodes}})
 
@@ -288,7 +296,7 @@ class ElasticControl:
             name: None if node is None else {"host": node.host, "ranks": node.slots, "standby": node.standby}
             for name, node in action.nodes.items()
         }
-        self._context.rendezvous.watch_nodes(entries)
+        self._context.rendezvous.watch_nodes(entries, action.version)
 
     def _give_up(self, action: GiveUp) -> None:
         self._context.fail(FailureReport(cause=action.cause, exit_code=1), final=action.alone)
@@ -308,4 +316,4 @@ def first_view(place: NodeInfo, failures: int) -> GroupView:
         for name, host, slots, standby in place.machines
     }
     alone = {place.own: NodeView("", _ANY_NUMBER, ranks=place.world_size)}
-    return GroupView(place.leader, nodes or alone, failures=failures)
+    return GroupView(place.leader, nodes or alone, term=place.term, failures=failures)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -88,6 +88,8 @@ TRANSITIONS: Mapping[tuple[State, Cause], State] = {
     ("forming", "interruption"): "leaving",
 }
 """What else may happen in a state changes no state. A loss while the group starts is not survived."""
+_NAMED = 16
+"""How many ranks or machines a message names."""
 _TRIES = 3
 """Consecutive failed starts, or interruptions without a lost rank, before giving up."""
 
@@ -131,7 +133,12 @@ class ElasticGroup:
         """The last step of each process that is ready for the next generation."""
         self.address: tuple[str, int] | None = None
         """Where the ranks' store is, if it has moved."""
-        self._joined, self._aborted = set[str](), set[str]()
+        self._keys = {rank.key for rank in self.members}
+        self._finished = {rank.key for rank in self.members if not rank.alive}
+        self._unjoined = set(self._keys) if not view.generation else set[str]()
+        """Members that have not joined the present group yet; these sets shrink rank by rank, of perhaps 100,000."""
+        self._unready, self._unaborted = set[str](), set[str]()
+        """Members that have not left the last group yet, and those of them that have not aborted either."""
         self._holders = set(self.ranks) if view.generation else set()
         """Ranks that were in the last group, and so hold the state of the run."""
         self._losses = defaultdict[str, list[float]](
@@ -140,6 +147,11 @@ class ElasticGroup:
         self._failed_starts = self._without_step = 0
         self._last_step = -1
         self._said_short = False
+        self._agree_on = 0
+        """The version of the view that enough nodes have to know before a group forms; 0: there is none.
+
+        A node that is only cut off may go on without this one, and would not know that it is left out.
+        """
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -171,8 +183,8 @@ class ElasticGroup:
     @property
     def is_ready(self) -> bool:
         """Whether all ranks have left the last group, and there are enough for the next one."""
-        left = self.state == "leaving" and all(member.key in self.steps for member in self.members)
-        return left and self.missing <= len(self.able)
+        left = self.state == "leaving" and not self._unready
+        return left and self.missing <= len(self.able) and not self._agree_on
 
     @property
     def is_settled(self) -> bool:
@@ -187,7 +199,7 @@ class ElasticGroup:
     @property
     def spares_only(self) -> bool:
         """Whether all ranks have ended, and only spare ranks are left."""
-        return all(not member.alive for member in self.members)
+        return len(self._finished) == len(self._keys)
 
     def late(self) -> list[Rank]:
         """Return ranks that have not left or joined for long; those of them that make no progress are to be killed."""
@@ -195,14 +207,14 @@ class ElasticGroup:
             return []
         if self.state not in ("leaving", "forming") or (self.change and self.change.requested):
             return []
-        done = set(self.steps) if self.state == "leaving" else self._joined
-        if self.state == "leaving" and not self._all_aborted:  # those who have wait for the others, to be released
-            done = done | self._aborted
-        return [member for member in self.members if member.key not in done]
+        late = self._unready if self.state == "leaving" else self._unjoined
+        if self.state == "leaving" and self._unaborted:  # those who have wait for the others, to be released
+            late = self._unaborted
+        return [member for member in self.members if member.key in late]
 
     @property
-    def _all_aborted(self) -> bool:
-        return all(member.key in self._aborted or member.key in self.steps for member in self.members)
+    def _leaves_at_step(self) -> bool:
+        return self.state == "leaving" and self.change is not None and self.change.requested
 
     # --- what ranks report --------------------------------------------------------------------------------------------
 
@@ -211,7 +223,8 @@ class ElasticGroup:
         self.ranks.setdefault(rank.key, rank)
         if not rank.alive or rank.dismissed:  # it was lost after it had sent this
             return
-        if isinstance(message, (RankReady, RankInterrupted)) and rank in self.members and self.state != "leaving":
+        is_news = self.state != "leaving" or (isinstance(message, RankInterrupted) and self._leaves_at_step)
+        if isinstance(message, (RankReady, RankInterrupted)) and rank.key in self._keys and is_news:
             self._leave("interruption", f"rank {rank.rank} was interrupted: {message.why[:200]}")
         if isinstance(message, RankJoined):
             self._on_joined(rank, message)
@@ -224,10 +237,10 @@ class ElasticGroup:
         if message.generation != self.generation:
             return
         self.sizes.fix(self.size, message.fixed)
-        self._joined.add(rank.key)
+        self._unjoined.discard(rank.key)
         self._holders.add(rank.key)
         waits = self.state in ("starting", "forming")  # else one that has joined was lost meanwhile
-        if waits and all(member.key in self._joined for member in self.members):
+        if waits and not self._unjoined:
             self._enter("joined")
             self._failed_starts = 0
             self.fill()
@@ -237,32 +250,41 @@ class ElasticGroup:
         """Let ranks end nccl's collectives once all have aborted: none of them uses what those leave then."""
         if self.state != "leaving":  # its group has been left since
             return
-        self._aborted.add(rank.key)
-        if self._all_aborted:
+        self._unaborted.discard(rank.key)
+        if not self._unaborted:
             for member in self.members:
                 self._order(member, Release())
 
     def _on_ready(self, rank: Rank, step: int) -> None:
         self.steps[rank.key] = step
-        if rank not in self.members and rank not in self.spares:
+        self._unready.discard(rank.key)
+        self._unaborted.discard(rank.key)
+        if rank.key not in self._keys and rank not in self.spares:
             self.spares.append(rank)
             self.starting -= Counter([rank.node])  # not below zero
+            if self.spares_only:  # the others have finished meanwhile
+                self._order(rank, End())
+                return
         self._check_ended()
         self._form_if_ready()
 
     def on_end(self, rank: Rank) -> None:
-        """Note a rank that has finished."""
+        """Note a rank that has finished: the group does not change any more."""
         rank.code = 0
-        if not self.spares_only and rank in self.members:
-            self._check_ended()
+        if self.state == "running" and self.change is not None and rank.key in self._keys:
+            self._drop_request()
+        if rank.key in self._keys:
+            self._finished.add(rank.key)
+            if not self.spares_only:
+                self._check_ended()
 
     def _check_ended(self) -> None:
         """Give up if ranks wait, or left because of an error, and others have ended: these do not come back."""
         change = self.change
-        ended = [member.rank for member in self.members if not member.alive]
-        if not ended or self.state != "leaving" or change is None:
+        if not self._finished or self.state != "leaving" or change is None:
             return
-        if not change.requested or any(member.key in self.steps for member in self.members):
+        if not change.requested or len(self._unready) < len(self._keys):
+            ended = [member.rank for member in self.members if member.key in self._finished]
             self._give_up(f"{'; '.join(change.reasons)}, and rank {ended[0]} has finished already")
 
     # --- losses -------------------------------------------------------------------------------------------------------
@@ -291,21 +313,30 @@ class ElasticGroup:
         if not survived:
             self.actions.append(Unsurvived(failure))
 
-    def on_nodes_lost(self, names: Iterable[str]) -> None:
-        """Note nodes that were lost with all their ranks."""
+    def on_nodes_lost(self, names: Iterable[str], ended: Collection[str] = ()) -> None:
+        """Note nodes that were lost with all their ranks; `ended`: those that cannot go on without the others."""
         hosts = {name: self._view.nodes[name].host for name in names if name in self._view.nodes}
         if hosts:
             self._change_view(self._view.without(hosts))
-        for node, host in hosts.items():
-            if self.starting.pop(node, 0):
-                self.actions.append(Later(0.0, FillDue()))
-            waiting = [rank for rank in self.spares if rank.node == node]
-            lost = [rank for rank in self.members if rank.node == node]
-            how = f"was lost with its machine {host}"
-            if (lost or waiting) and not self.lose([*waiting, *lost], how, replaceable=False):
-                cause = f"the machine {host} was lost with rank{'s' * (len(lost) > 1)} "
-                self._give_up(cause + ", ".join(str(rank.rank) for rank in lost))
-                return
+        for name in sorted(hosts.keys() - set(ended)):
+            self._agree_on = self._view.version
+            self._send(name, LeftOut("it did not answer, and the others have gone on"))  # should it run still
+        starting = [self.starting.pop(node, 0) for node in hosts]
+        if any(starting):
+            self.actions.append(Later(0.0, FillDue()))
+        waiting = [rank for rank in self.spares if rank.node in hosts]
+        lost = [rank for rank in self.members if rank.node in hosts]
+        names = _some(sorted(set(hosts.values())))
+        how = f"was lost with its machine {names}" if len(hosts) == 1 else f"was lost with one of {names}"
+        if (lost or waiting) and not self.lose([*waiting, *lost], how, replaceable=False):
+            ranks = f"rank{'s' * (len(lost) > 1)} {_some([str(rank.rank) for rank in lost])}"
+            self._give_up(f"{'the machine' if len(hosts) == 1 else 'machines'} {names} was lost with {ranks}")
+
+    def on_agreed(self, version: int) -> None:
+        """Note that enough nodes know a version of the view."""
+        if version >= self._agree_on:
+            self._agree_on = 0
+            self._form_if_ready()
 
     def lose(self, ended: Sequence[Rank], how: str, *, replaceable: bool = True) -> bool:
         """Note ranks that were lost together; return whether the run goes on without a restart.
@@ -315,8 +346,8 @@ class ElasticGroup:
         for rank in ended:
             self.steps.pop(rank.key, None)
             rank.code = -1 if rank.code is None else rank.code
-        lost = [rank for rank in ended if rank in self.members]
-        fails = [not self._lose_new(rank, how) for rank in ended if rank not in lost]
+        lost = [rank for rank in ended if rank.key in self._keys]
+        fails = [not self._lose_new(rank, how) for rank in ended if rank.key not in self._keys]
         if not lost:
             self.actions.append(Later(pause(self._failed_starts), FillDue()))
             return not any(fails)
@@ -354,7 +385,8 @@ class ElasticGroup:
         return True
 
     def _facts(self, lost: list[Rank], replaceable: bool) -> Facts:
-        others = [rank for rank in self.members if rank not in lost]
+        gone = {rank.key for rank in lost}
+        others = [rank for rank in self.members if rank.key not in gone]
         return Facts(
             lost=[rank.code or 0 for rank in lost],
             present=sum(rank.key in self._holders and rank.alive for rank in others),
@@ -370,11 +402,14 @@ class ElasticGroup:
         )
 
     def _execute(self, decision: Decision, lost: list[Rank], how: str) -> None:
+        gone = {rank.key for rank in lost}
+        self.members = [rank for rank in self.members if rank.key not in gone]
+        for awaited in (self._keys, self._finished, self._unjoined, self._unready, self._unaborted):
+            awaited -= gone
         for rank in lost:
-            self.members.remove(rank)
             self.actions.append(Tell(RankLost(rank.rank, how, decision.kind, decision.size, decision.why).to_dict()))
         self.size = decision.size
-        ranks = ", ".join(f"rank {rank.rank}" for rank in lost)
+        ranks = _some([f"rank {rank.rank}" for rank in lost])
         self._leave("loss", f"{ranks} {how}", [rank.rank for rank in lost])
         self.actions.append(Later(decision.pause, FillDue()))
 
@@ -419,6 +454,8 @@ class ElasticGroup:
         """Change the number of ranks at a step's boundary; return why that is not possible, if so."""
         if refused := self.sizes.refusal(size):
             return refused
+        if self._finished:
+            return "the run is about to end."
         self.sizes.most = size
         if size == len(self.members):
             return None
@@ -432,7 +469,7 @@ class ElasticGroup:
 
     def on_arrival(self, name: str, node: NodeView, place: Mapping[str, Any]) -> None:
         """Take in the ranks of a node that has come late, as many as the run can use: they get ready meanwhile."""
-        self._change_view({name: node})
+        came = self._view.change({name: node}, generation=self.generation, failures=self.failures)
         first = max((rank.slot for rank in (*self.ranks.values(), *self.members)), default=-1) + 1
         position: dict[str, Any] = {
             "node_rank": len(self._view.nodes) - 1,
@@ -442,14 +479,16 @@ class ElasticGroup:
         if self.address is not None:
             position |= {"master_addr": self.address[0], "master_port": self.address[1]}
         self.actions.append(Accept(name, {**place, **position}))
-        self._send(name, self._view.whole())
+        self._send(name, self._view.whole())  # first: the change alone says nothing to a node that knows no view
+        self._send(ALL, came)
+        self.actions.append(NodesChanged({name: node}, came.version))
         self.starting[name] += node.slots
         self._grow(f"the machine {node.host} arrived")
 
     def _grow(self, why: str) -> None:
         """Let ranks that are there, or get ready, take part as far as the run can use them."""
         most = self.sizes.below(min(self.sizes.most, self.present - self._elastic.spares))
-        if most > len(self.members) and self.is_settled:
+        if most > len(self.members) and self.is_settled and not self._finished:
             self._request(most, why)
             self._form_if_ready()
 
@@ -478,7 +517,7 @@ class ElasticGroup:
         if self.state != "leaving" or change.requested or lost:  # ranks have time from now on
             self._enter(cause)
         change.requested = False
-        self._aborted.clear()
+        self._unaborted = set(self._unready)
         for member in self.members:
             if member.key not in self.steps:
                 self._order(member, Abort(why))
@@ -493,8 +532,8 @@ class ElasticGroup:
             self._order(member, LeaveAtStep(self.change.reasons[-1]))
 
     def _forget_steps(self) -> None:
-        own = {member.key for member in self.members}
-        self.steps = {key: step for key, step in self.steps.items() if key not in own}
+        self.steps = {key: step for key, step in self.steps.items() if key not in self._keys}
+        self._unready, self._unaborted = set(self._keys), set(self._keys)
 
     def _form_if_ready(self) -> None:
         if self.state == "running" and self.change is not None and 0 < self.missing <= len(self.able):
@@ -514,11 +553,16 @@ class ElasticGroup:
         """Begin the next generation: each chosen rank gets its position."""
         chosen = (self.members + self.able)[: self.size]
         self._set_aside(chosen)
-        self._joined.clear()
         self._enter("ready")
         change, self.change = self.change or Change(self.now), None
-        nodes = {node: _numbered([r for r in chosen if r.node == node]) for node in sorted({r.node for r in chosen})}
+        grouped = defaultdict[str, list[Rank]](list)
+        for rank in chosen:
+            grouped[rank.node].append(rank)
+        nodes = {node: _numbered(grouped[node]) for node in sorted(grouped)}
+        order = {node: number for number, node in enumerate(nodes)}
         self.members = [rank for ranks in nodes.values() for rank in ranks]
+        self._keys = {rank.key for rank in self.members}
+        self._unjoined, self._finished = set(self._keys), set()
         counts = {node: len(ranks) for node, ranks in nodes.items()}
         self._change_view(self._view.with_ranks(counts), generation=self.generation + 1)
         address, port = self.address or ("", 0)
@@ -530,8 +574,9 @@ class ElasticGroup:
                 local_rank=rank.local_rank,
                 world_size=self.size,
                 local_world_size=counts[rank.node],
-                node_rank=list(nodes).index(rank.node),
+                node_rank=order[rank.node],
                 generation=self.generation,
+                term=self._view.term,
                 failures=self.failures,
                 began=self._epoch + change.began,
                 reason="; ".join(change.reasons),
@@ -543,8 +588,9 @@ class ElasticGroup:
 
     def _set_aside(self, chosen: list[Rank]) -> None:
         """Let ranks without a place wait, as far as the run may use them; the others end, and free their memory."""
-        self._holders &= {member.key for member in self.members}
-        rest = [rank for rank in self.spares + self.members if rank not in chosen]
+        self._holders &= self._keys
+        keys = {rank.key for rank in chosen}
+        rest = [rank for rank in self.spares + self.members if rank.key not in keys]
         kept = max(self._elastic.spares, self.sizes.most - self.size)
         self.spares = rest[:kept]
         for rank in rest[:kept]:
@@ -573,10 +619,6 @@ class ElasticGroup:
     def _give_up(self, cause: str) -> None:
         self.actions.append(GiveUp(cause))
 
-    def publish(self) -> None:
-        """Send the whole view to all nodes: some may not have seen the last changes of a leader that was lost."""
-        self._send(ALL, self._view.whole())
-
     def _change_view(
         self, nodes: Mapping[str, NodeView | None], *, generation: int | None = None, failures: int | None = None
     ) -> None:
@@ -590,7 +632,13 @@ class ElasticGroup:
         self._send(ALL, change)
         came_or_went = {name: node for name, node in nodes.items() if (node is None) == (name in known)}
         if came_or_went:
-            self.actions.append(NodesChanged(came_or_went))
+            self.actions.append(NodesChanged(came_or_went, change.version))
+
+
+def _some(names: list[str]) -> str:
+    """Return names as text, the first of them if they are many."""
+    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return ", ".join(names[:_NAMED] + more)
 
 
 def _numbered(ranks: list[Rank]) -> list[Rank]:

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from phalanx.host.wire import Wire
-from phalanx.launch.mailbox import may_continue
+from phalanx.launch.membership import election_seconds, may_continue
 from phalanx.launch.spec import Elastic
 from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.protocol import (
     Action,
+    Agreed,
     AllHereEnded,
     AllOver,
     AnswerRequest,
@@ -29,6 +30,7 @@ from phalanx.recovery.launcher.protocol import (
     Event,
     FillDue,
     GiveUp,
+    Lead,
     LeaderLost,
     Mailed,
     NodeArrived,
@@ -68,8 +70,12 @@ from phalanx.recovery.messages import (
     Wait,
 )
 
-_HELLO_SECONDS = 3.0
-"""How long a node that takes over waits for the reports of the others, at least."""
+_KNOWN_CHANGES = 4
+"""How many changes of the view a node reports to a leader that takes over."""
+
+
+_ORDERS = (Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
+"""What the node that leads sends to the others: of any other one it is not obeyed."""
 
 
 class Node:
@@ -117,6 +123,7 @@ class Node:
             Mailed: self._on_mail,
             NodeArrived: self._on_arrival,
             NodesLost: self._on_nodes_lost,
+            Agreed: self._on_agreed,
             LeaderLost: self._on_leader_lost,
             Resized: self._on_resized,
             Tick: self._on_tick,
@@ -341,10 +348,16 @@ class Node:
     # --- other nodes --------------------------------------------------------------------------------------------------
 
     def _on_mail(self, event: Mailed) -> None:
-        if event.sender != self.own:  # what goes to all comes back
-            self._read(event.sender, event.message)
+        if event.sender == self.own:  # what goes to all comes back
+            return
+        if self.group is not None and event.sender not in self.view.nodes and not isinstance(event.message, Hello):
+            self._send(event.sender, LeftOut("it was lost, and the others have gone on"))
+            return
+        self._read(event.sender, event.message)
 
     def _read(self, sender: str, message: Wire) -> None:
+        if isinstance(message, _ORDERS) and sender not in (self.own, self.view.leader):
+            return  # of one that led before
         if self._takeover is not None and not isinstance(message, Hello):
             self._takeover.waiting.append((sender, message))
         else:
@@ -407,14 +420,13 @@ class Node:
         self._actions.append(AllOver())
 
     def _on_view_change(self, sender: str, message: ViewChange) -> None:
-        if sender != self.view.leader:  # of one that led before
-            return
-        before = dict(self.view.nodes)
+        before = self.view.nodes
         if self.view.apply(message):
-            changed: dict[str, NodeView | None] = dict.fromkeys(name for name in before if name not in self.view.nodes)
-            changed |= {name: node for name, node in self.view.nodes.items() if name not in before}
-            if changed:
-                self._actions.append(NodesChanged(changed))
+            after = self.view.nodes
+            names = [*before, *message.nodes] if message.whole else message.nodes
+            changes = {name: after.get(name) for name in names if (name in before) != (name in after)}
+            if changes:
+                self._actions.append(NodesChanged(changes, message.version))
 
     def _on_arrival(self, event: NodeArrived) -> None:
         if self.group is not None:
@@ -424,7 +436,16 @@ class Node:
     def _on_nodes_lost(self, event: NodesLost) -> None:
         if self.group is not None:
             self._ended -= set(event.names)
-            self.group.on_nodes_lost(event.names)
+            self.group.on_nodes_lost(event.names, event.ended)
+        elif self._takeover is not None:
+            self._takeover.missing -= set(event.names)
+            self._takeover.ended |= set(event.ended)
+            for name in event.names:  # what it has reported does not count any more
+                self._takeover.reports.pop(name, None)
+
+    def _on_agreed(self, event: Agreed) -> None:
+        if self.group is not None:
+            self.group.on_agreed(event.version)
 
     # --- another leader -----------------------------------------------------------------------------------------------
 
@@ -445,20 +466,25 @@ class Node:
     def _on_leader_lost(self, event: LeaderLost) -> None:
         if self.group is not None:
             return
-        lost, self.view.leader = self.view.leader, event.leader
+        lost, self.view.leader, self.view.term = self.view.leader, event.leader, event.term
         if event.address is not None:
-            deadline = self.now + max(_HELLO_SECONDS, self._elastic.silence_seconds)
-            missing = set(event.others) - set(self._early)
-            self._takeover = _Takeover(lost, event.address, missing, event.ended, deadline, self._early)
+            ended = set(event.ended)
+            missing = self.view.nodes.keys() - {self.own, lost, *ended, *self._early}
+            deadline = self.now + election_seconds(self._elastic.silence_seconds, len(self.view.nodes))
+            self._takeover = _Takeover(
+                lost, event.address, missing, ended, event.gone, event.new, deadline, self._early
+            )
             return
         self._has_said_end = False  # the report of the end may have been lost with the node before
         self._report(self._hello())
 
     def _hello(self) -> Hello:
-        return Hello(self._facts(), self.view.version, self.view.generation, self.view.failures)
+        return Hello(self._facts(), self.view.term, self.view.version, tuple(self.view.recent[-_KNOWN_CHANGES:]))
 
     def _on_hello(self, sender: str, message: Hello) -> None:
         takeover = self._takeover
+        if takeover is not None and sender in takeover.ended:
+            return  # it has ended since
         if takeover is not None:
             takeover.reports[sender] = message
             takeover.missing.discard(sender)
@@ -469,26 +495,44 @@ class Node:
 
     def _lead_or_stop(self, takeover: _Takeover) -> None:
         """Lead, unless the others may go on with the node that led: it may be out of reach for this one alone."""
-        here = [self.own, *takeover.reports]
-        leader_ended = takeover.lost in takeover.ended
-        if leader_ended or may_continue(list(self.view.nodes), here, list(takeover.ended), takeover.lost):
+        here = {self.own, *takeover.reports}
+        before = self.view.nodes
+        known = self._catch_up(takeover)
+        came = {*takeover.new, *(self.view.nodes.keys() - before.keys())}
+        lists = (self.view.nodes, {*before, *self.view.nodes, *takeover.gone} - came)
+        if known and all(may_continue(members, here, takeover.ended, takeover.lost) for members in lists):
             self._lead(takeover)
             return
         self._takeover = None
-        hosts = ", ".join(self.view.nodes[name].host for name in self.view.nodes if name not in here)
-        cause = f"lost contact with {hosts}, which may continue the run; this machine stops to avoid a split."
-        self._actions.append(GiveUp(cause, alone=True))
+        hosts = sorted({node.host for name, node in self.view.nodes.items() if name not in here | takeover.ended})
+        lost = f"lost contact with {', '.join(hosts)}, which may continue the run"
+        self._actions.append(GiveUp(f"{lost}; this machine stops to avoid a split.", alone=True))
+
+    def _catch_up(self, takeover: _Takeover) -> bool:
+        """Apply the last changes of the view that others have seen; return False if too many are missing."""
+        known = {change.version: change for report in takeover.reports.values() for change in report.changes}
+        newest = max([self.view.version, *(report.version for report in takeover.reports.values())])
+        for version in range(self.view.version + 1, newest + 1):
+            if version not in known and not (version := min((v for v in known if known[v].whole), default=0)):
+                return False
+            self._on_view_change(self.view.leader, known[version])
+        self.view.term = max([self.view.term, *(report.term for report in takeover.reports.values())])
+        return self.own in self.view.nodes
 
     def _lead(self, takeover: _Takeover) -> None:
         """Decide from now on; the ranks of the lost node are replaced, or left out."""
         self._takeover = None
-        lost = {takeover.lost, *takeover.missing}
+        self._actions.append(Lead(self.view.term))
+        for node in sorted(takeover.reports.keys() - self.view.nodes.keys()):  # the leader before has left it out
+            del takeover.reports[node]
+            self._send(node, LeftOut("it was lost, and the others have gone on"))
+        lost = [node for node in self.view.nodes if node not in (self.own, *takeover.reports)]
+        for node, report in takeover.reports.items():
+            for change in self.view.since(report.version) if report.version < self.view.version else []:
+                self._send(node, change)
         members: list[Rank] = []
         ready: list[tuple[Rank, RankReady]] = []
         for node, report in {**takeover.reports, self.own: self._hello()}.items():
-            self.view.version = max(self.view.version, report.version)
-            self.view.generation = max(self.view.generation, report.generation)
-            self.view.failures = max(self.view.failures, report.failures)
             for facts in report.ranks:
                 rank = self.here.get(facts.key) if node == self.own else None
                 rank = rank or Rank(facts.key, node, facts.slot, facts.rank, facts.local_rank, facts.code)
@@ -502,16 +546,17 @@ class Node:
             if rank not in present
         ]
         self.view.generation = max(1, self.view.generation)  # a group that has begun
+        if not members:  # this node came late, and all that trained are lost
+            self._actions.append(GiveUp("no rank is left that holds the state of the run"))
         members.sort(key=lambda rank: rank.rank)
         self.group = self._group(members)
         self.group.address = takeover.address
-        self._ended -= lost
-        self.group.on_nodes_lost(lost)
-        self.group.publish()
+        self._ended -= set(lost)
+        self.group.on_nodes_lost(lost, lost)  # the reports of the others are their consent
         for rank, last_report in ready:
             self.group.on_message(rank, last_report)
         for sender, message in takeover.waiting:
-            self._read(sender, message)
+            self._on_mail(Mailed(sender, message))
 
 
 @dataclasses.dataclass
@@ -521,7 +566,9 @@ class _Takeover:
     lost: str
     address: tuple[str, int]
     missing: set[str]
-    ended: tuple[str, ...]
+    ended: set[str]
+    gone: tuple[str, ...]
+    new: tuple[str, ...]
     deadline: float
     reports: dict[str, Hello] = dataclasses.field(default_factory=dict)
     waiting: list[tuple[str, Wire]] = dataclasses.field(default_factory=list)

@@ -17,7 +17,7 @@ ALL = "all"
 """Every launcher, the sender included (as in `phalanx.launch.mailbox`)."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Rank:
     """A process of the run, as a launcher that decides knows it."""
 
@@ -103,6 +103,15 @@ class NodesLost:
     """Nodes have ended or cannot be reached; noticed by the leader's agent."""
 
     names: tuple[str, ...]
+    ended: tuple[str, ...] = ()
+    """Those whose launchers have certainly ended; any other one may only be out of reach."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Enough nodes know a version of the view: none that has left it can go on without this one."""
+
+    version: int
 
 
 @dataclass(frozen=True)
@@ -111,10 +120,14 @@ class LeaderLost:
 
     leader: str
     address: tuple[str, int] | None = None
-    others: tuple[str, ...] = ()
-    """The nodes that answered, which will report their ranks."""
+    term: int = 0
+    """How many times the leader has changed, as this node has seen it."""
     ended: tuple[str, ...] = ()
     """The nodes whose launchers have certainly ended; any other one may only be out of reach."""
+    gone: tuple[str, ...] = ()
+    """Nodes that left before, which more than half of the others may not know: they count still."""
+    new: tuple[str, ...] = ()
+    """Nodes that came before, which more than half of the others may not know: they do not count yet."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,7 @@ Event = (
     | Mailed
     | NodeArrived
     | NodesLost
+    | Agreed
     | LeaderLost
     | Resized
     | Tick
@@ -202,6 +216,15 @@ class NodesChanged:
     """Watch these nodes from now on; None: not any more."""
 
     nodes: Mapping[str, NodeView | None]
+    version: int = 0
+    """That of the view that says so."""
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Tell the other nodes that this one leads: enough of them have reported to it."""
+
+    term: int
 
 
 @dataclass(frozen=True)
@@ -254,6 +277,7 @@ Action = (
     | Send
     | Accept
     | NodesChanged
+    | Lead
     | Tell
     | Later
     | GiveUp

@@ -9,21 +9,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from phalanx.launch.membership import changed
 from phalanx.recovery.messages import NodeView, ViewChange
+
+_RECENT = 16
 
 
 class GroupView:
     """Nodes with their ranks, the leader, the generation, and the failures that were survived."""
 
-    def __init__(self, leader: str, nodes: Mapping[str, NodeView], *, generation: int = 0, failures: int = 0) -> None:
-        self.leader = leader
-        self.nodes = dict(nodes)
+    def __init__(
+        self, leader: str, nodes: Mapping[str, NodeView], *, term: int = 0, generation: int = 0, failures: int = 0
+    ) -> None:
+        self.leader, self.term = leader, term
+        self.nodes = nodes
         self.generation, self.failures = generation, failures
         self.version = 0
+        self.recent: list[ViewChange] = []
+        """The last changes, for a leader that takes over and has missed some, and for nodes that have."""
 
     def change(self, nodes: Mapping[str, NodeView | None], *, generation: int, failures: int) -> ViewChange:
         """Change the view, and return the change for the other nodes; called by the leader."""
-        change = ViewChange(self.version + 1, generation, failures, nodes)
+        change = ViewChange(self.version + 1, self.term, generation, failures, nodes)
         self.apply(change)
         return change
 
@@ -31,20 +38,20 @@ class GroupView:
         """Apply a change of the leader; return False if a later one is known already."""
         if change.version <= self.version:
             return False
-        self.version, self.generation, self.failures = change.version, change.generation, change.failures
-        if change.whole:
-            self.nodes.clear()
-        for name, node in change.nodes.items():
-            if node is None:
-                self.nodes.pop(name, None)
-            else:
-                self.nodes[name] = node
+        self.version, self.term = change.version, max(change.term, self.term)
+        self.generation, self.failures = change.generation, change.failures
+        self.nodes = changed({} if change.whole else self.nodes, change.nodes)
+        self.recent = [*self.recent[-_RECENT + 1 :], change]
         return True
 
+    def since(self, version: int) -> list[ViewChange]:
+        """Return the changes after a version, or the whole view if they are not all known any more."""
+        missed = [change for change in self.recent if change.version > version]
+        return missed if len(missed) == self.version - version else [self.whole()]
+
     def whole(self) -> ViewChange:
-        """Return the whole view as a change, for a node that has come late, and after another node took over."""
-        self.version += 1
-        return ViewChange(self.version, self.generation, self.failures, dict(self.nodes), whole=True)
+        """Return the whole view as a change, for a node that has come late."""
+        return ViewChange(self.version, self.term, self.generation, self.failures, self.nodes, whole=True)
 
     @property
     def size(self) -> int:

@@ -53,6 +53,7 @@ def export(position: Position) -> None:
         ROLE_RANK=str(position.rank),
         ROLE_WORLD_SIZE=str(position.world_size),
         GROUP_RANK=str(position.node_rank),
+        PHALANX_TERM=str(position.term),
         PHALANX_GENERATION=str(position.generation),
         PHALANX_FAILURES=str(position.failures),
     )

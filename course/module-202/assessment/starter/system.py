@@ -21,9 +21,7 @@ class TrainingSystem:
         another number of ranks, and files that were cut off in the middle.
         """
         # TODO assessment-correct: begin from equal weights, buffers and optimizer state on all ranks.
-        #   Hint 1: which ranks could differ at this point, and in what?
-        #   Hint 2: phase 1 broadcasts weights and buffers; phase 4 keeps a complete state.
-        #   Hint 3: keep the momentum as tensors of your own, or take torch.optim.SGD and its state_dict.
+        #   Hints, one at a time: phalanx learn hint assessment-correct
         raise NotImplementedError("TrainingSystem")
 
     def fit(
@@ -40,15 +38,9 @@ class TrainingSystem:
         continues after it. A process may be killed at any moment.
         """
         # TODO assessment-recovery: the loop, checkpoints, and continuing from them.
-        #   Hint 1: what does step k need to know to choose its rows, if it did not see the steps before?
-        #   Hint 2: a sum over ranks of sums, divided by the global batch, is right for ragged parts.
-        #   Hint 3: write to a temporary name, rename, and let a reader try the newest file first.
+        #   Hints, one at a time: phalanx learn hint assessment-recovery
         # TODO assessment-bytes: send each gradient once per step, and nothing else but the loss.
-        #   Hint 1: what is the least that data parallelism has to send?
-        #   Hint 2: count your collectives and their bytes per step.
-        #   Hint 3: the loss can travel in the same buffer as the gradients.
+        #   Hints, one at a time: phalanx learn hint assessment-bytes
         # TODO assessment-throughput: fewer collectives, as each one has a fixed latency.
-        #   Hint 1: what does a collective of 4 bytes cost, compared with one of 1 MB?
-        #   Hint 2: one flat buffer, or a few buckets.
-        #   Hint 3: views into the buffer spare the copies.
+        #   Hints, one at a time: phalanx learn hint assessment-throughput
         raise NotImplementedError("TrainingSystem")

@@ -42,9 +42,7 @@ def submit_command(nodes: int, gpus_per_node: int, image: str, claim: str) -> li
     survives lost workers. The grader adds --render, and reads the YAML.
     """
     # TODO lab-01-cluster: both commands, join_command and submit_command.
-    #   Hint 1: `ray start --help` and `phalanx submit ray --help` list the flags; try the second one with --render.
-    #   Hint 2: lecture 2, section 5, tells RayCluster, RayJob and RayService apart; --kind chooses.
-    #   Hint 3: --num-nodes, --gpus-per-node, --device cuda, --max-restarts, --image, --pvc CLAIM:/workspace.
+    #   Hints, one at a time: phalanx learn hint lab-01-cluster
     raise NotImplementedError("submit_command")
 
 
@@ -62,9 +60,7 @@ def train_loop(config: dict[str, Any]) -> None:
     function begins, it goes on after that epoch.
     """
     # TODO lab-01-train: the loop, the report, the checkpoint. (Going on from one is a part of lab-01-scale.)
-    #   Hint 1: what has to be equal on all workers, and what must differ? ray.train.get_context() knows the rank.
-    #   Hint 2: ray.train.torch.prepare_model averages the gradients; keep the plain model for the checkpoint.
-    #   Hint 3: ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder)) on rank 0, with None elsewhere.
+    #   Hints, one at a time: phalanx learn hint lab-01-train
     raise NotImplementedError("train_loop")
 
 
@@ -81,9 +77,7 @@ class MetricsLog(UserCallback):
         loss: over all rows. rows_per_second: of all workers, with the time of the slowest. slowest: its rank.
         """
         # TODO lab-01-metrics: one line for the whole group of workers.
-        #   Hint 1: workers may have different numbers of rows; what is the mean over all rows then?
-        #   Hint 2: an epoch of synchronous training is over when its slowest worker is.
-        #   Hint 3: open the file with "a" in each call: an open file cannot travel to the controller.
+        #   Hints, one at a time: phalanx learn hint lab-01-metrics
         raise NotImplementedError("MetricsLog")
 
 
@@ -94,7 +88,5 @@ def make_trainer(config: dict[str, Any], workers: int, folder: str) -> TorchTrai
     MetricsLog that writes to FOLDER/metrics.jsonl.
     """
     # TODO lab-01-scale: the settings of the trainer; and train_loop goes on from ray.train.get_checkpoint().
-    #   Hint 1: ScalingConfig says how many and where, RunConfig where files are and what happens after a failure.
-    #   Hint 2: lecture 2, section 2.6, has the four placement strategies; the usual one, PACK, fills a node first.
-    #   Hint 3: FailureConfig(max_failures=...), CheckpointConfig(num_to_keep=...), callbacks=[MetricsLog(...)].
+    #   Hints, one at a time: phalanx learn hint lab-01-scale
     raise NotImplementedError("make_trainer")

@@ -35,10 +35,7 @@ def benchmark(sizes: Sequence[int], repeats: int) -> list[Row]:
     the calls.
     """
     # TODO horovod-benchmark: time the calls, agree on the slowest rank, return the rows.
-    #   Hint 1: which of the calls are not typical, and whose time counts if two ranks see different times?
-    #   Hint 2: barrier, clock, allreduce, clock: for each call; leave out the first two; gather all seconds.
-    #   Hint 3: hvd.allgather of a tensor [1, repeats] gives [ranks, repeats]: the maximum over ranks, then the median.
-    #       busbw = 2 (n - 1) / n x size / seconds. Sum with op=hvd.Sum, and compare with n (n + 1) / 2.
+    #   Hints, one at a time: phalanx learn hint horovod-benchmark
     raise NotImplementedError("benchmark")
 
 

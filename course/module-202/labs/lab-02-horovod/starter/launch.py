@@ -21,11 +21,7 @@ def horovodrun_words(hosts: Mapping[str, int], program: Sequence[str], interface
     Ranks talk by gloo, and horovodrun's own check of the hosts is not taken from its cache.
     """
     # TODO horovod-hosts: write the command line, and hello below.
-    #   Hint 1: `horovodrun --help` lists the options; which of them name the hosts, the number of ranks and the card?
-    #   Hint 2: the number of ranks is the sum of all slots; the hosts are one word, a:2,b:2; the program comes last.
-    #   Hint 3: ["horovodrun", "--gloo", "--disable-cache", "-np", ..., "-H", ..., "--network-interfaces", ...,
-    #       *program]. For hello: hvd.init(), then rank, size, local_rank, local_size, cross_rank, cross_size, and
-    #       hvd.allgather_object.
+    #   Hints, one at a time: phalanx learn hint horovod-hosts
     raise NotImplementedError("horovodrun_words")
 
 

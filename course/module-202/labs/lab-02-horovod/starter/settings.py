@@ -37,12 +37,7 @@ def settings(job: Job) -> dict[str, str]:
     HOROVOD_HIERARCHICAL_ALLREDUCE: "1" where NCCL runs on several hosts with several ranks each; else it is left out.
     """
     # TODO horovod-settings: choose the variables, and read a timeline below.
-    #   Hint 1: the background thread looks once per cycle and sends what has become ready. How long is a cycle, if a
-    #       backward pass is to be cut into so many messages?
-    #   Hint 2: the buffer must hold the gradients of one cycle and fit into the memory; a cache that is smaller than
-    #       the number of gradients negotiates some of them again in each step.
-    #   Hint 3: cycle = backward_ms / messages; threshold = min(memory, sum(gradients)); cache = max(1024, number). In
-    #       the timeline a new operation begins with a GLOO_ALLREDUCE that begins while none is under way.
+    #   Hints, one at a time: phalanx learn hint horovod-settings
     raise NotImplementedError("settings")
 
 

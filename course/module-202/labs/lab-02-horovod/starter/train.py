@@ -28,12 +28,7 @@ def train(
     the model's state_dict is in model.pt in the folder, written once.
     """
     # TODO horovod-classifier: the loop that every rank runs.
-    #   Hint 1: write it for one process first: order, rows of a step, rate, forward, backward, step, the mean loss.
-    #       Then ask of each line what two ranks must do differently, and what they must do equally.
-    #   Hint 2: hvd.broadcast_parameters makes the beginning equal, hvd.DistributedOptimizer averages gradients in
-    #       backward, hvd.allreduce averages the loss. Both ranks draw the same order, each takes its rows of it.
-    #   Hint 3: rows = order[step * batch * size : (step + 1) * batch * size][rank::size]; set group["lr"] of each
-    #       group of optimizer.param_groups before each step; only rank 0 calls torch.save.
+    #   Hints, one at a time: phalanx learn hint horovod-classifier
     raise NotImplementedError("train")
 
 

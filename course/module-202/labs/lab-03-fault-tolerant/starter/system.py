@@ -36,14 +36,7 @@ class Checkpoints:
         checkpoints stay.
         """
         # TODO lab-03-checkpoint: save the states of all ranks so that a kill at any moment leaves one whole checkpoint.
-        #   Hint 1: Each rank writes a file of its own. Rank 1 is killed before its file is complete: what does the next
-        #     start find, and how can it know that something is missing?
-        #   Hint 2: Write each file under another name, fsync, rename. Then tell rank 0 the digest of your file
-        #     (all_gather_object), and let rank 0 write one more file with all names and digests. The checkpoint counts
-        #     when that file is there.
-        #   Hint 3: In load(), rank 0 goes through the steps from the newest, compares every file with its digest, and
-        #     sends all contents of the first whole one to the others (broadcast_object_list). Remove old checkpoints
-        #     last, and of each the file that makes it count first.
+        #   Hints, one at a time: phalanx learn hint lab-03-checkpoint
         raise NotImplementedError("Checkpoints")
 
     def load(self) -> tuple[int, dict[str, Any], dict[int, Any]] | None:
@@ -63,11 +56,7 @@ def disagreeing_ranks(state: dict[str, Tensor]) -> list[int]:
     returned, as none can be trusted. Sends some bytes only, whatever the size of the state.
     """
     # TODO lab-03-consistency: find the ranks whose state has other bits than that of most ranks.
-    #   Hint 1: Two floating-point sums can be equal where the numbers are not. What do you compare instead of values?
-    #   Hint 2: hashlib.sha256 over name, type, shape and bytes of each tensor, in the order of the names. A tensor of
-    #     any type becomes bytes by reshape(-1).view(torch.uint8).
-    #   Hint 3: all_gather_object of the hex digest; collections.Counter finds the most frequent one. Is it that of more
-    #     than half of the ranks? If not, return all ranks.
+    #   Hints, one at a time: phalanx learn hint lab-03-consistency
     raise NotImplementedError("disagreeing_ranks")
 
 
@@ -114,13 +103,7 @@ class Supervisor:
         step that no generation had reached before, and at once for a rank that ends with WRONG_SETTINGS.
         """
         # TODO lab-03-failures: start all ranks, watch them, end all when one is lost or hangs, start anew.
-        #   Hint 1: A killed rank has an exit code, a hanging one has none. Its peers wait for it and are silent, too:
-        #     which beats tell them apart?
-        #   Hint 2: In a loop with a short sleep: poll() of all processes; the text of all beats, and since when, by
-        #     your own clock, it is the same. A negative code is a signal, and others' errors are its consequence.
-        #   Hint 3: After a failure, kill() every process that runs (a stopped one does not get SIGTERM), then wait()
-        #     for each. Compare the highest step in the beats with the highest of all generations before: no
-        #     progress means one failure more in a row.
+        #   Hints, one at a time: phalanx learn hint lab-03-failures
         raise NotImplementedError("Supervisor")
 
     def world(self) -> int:
@@ -131,11 +114,7 @@ class Supervisor:
         "scaled", which is not a failure.
         """
         # TODO lab-03-elastic: go on with as many ranks as there are places, when ranks are lost or come back.
-        #   Hint 1: When does the number of places matter: only after a failure, or while all is well, too?
-        #   Hint 2: Ask slots() before each start, and in the loop that watches the ranks. min() and a wait are enough
-        #     for the two bounds.
-        #   Hint 3: For a planned change: send_signal(SIGTERM) to all, poll until all have ended or the time is over,
-        #     kill the rest. The ranks save before they end, so no step is computed twice.
+        #   Hints, one at a time: phalanx learn hint lab-03-elastic
         raise NotImplementedError("Supervisor")
 
 

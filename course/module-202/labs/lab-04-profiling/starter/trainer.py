@@ -21,11 +21,7 @@ def profile_steps(step: Callable[[int], object], warmup: int = 2, steps: int = 4
     ``warmup + steps`` times in all. The profiler's own ranges (ProfilerStep...) are left out.
     """
     # TODO lab-04-profile: let torch.profiler record some steps, and sum up per step.
-    #   Hint 1: The first steps are different: memory is allocated, code is loaded. Which argument of torch.profiler's
-    #     profile() says from when on to record?
-    #   Hint 2: schedule(wait=0, warmup=..., active=..., repeat=1); call profiler.step() after each step.
-    #   Hint 3: profiler.key_averages() has key, count and cpu_time_total (microseconds, with what was called inside) of
-    #     each name, over all recorded steps.
+    #   Hints, one at a time: phalanx learn hint lab-04-profile
     raise NotImplementedError("profile_steps")
 
 
@@ -39,21 +35,11 @@ class FastTrainer(SlowTrainer):
         super().__init__(data, accumulate, validate_every)
         self.precision = precision
         # TODO lab-04-bottlenecks: find the three bottlenecks with the profile, and mend them here.
-        #   Hint 1: Count before you look at the time: how often per step is each thing done, how often is it needed?
-        #   Hint 2: 89 all_reduce per step; 160 decodes per step, of 640 pictures in all; one validation per step. Which
-        #     methods of SlowTrainer do you have to replace?
-        #   Hint 3: A dict of decoded pictures. One flat tensor with all gradients and the loss, and one all_reduce of
-        #     it at the end of the step. validate() only where its result is kept.
+        #   Hints, one at a time: phalanx learn hint lab-04-bottlenecks
         # TODO lab-04-accumulation: send once per step for any number of micro-batches, and add mixed precision.
-        #   Hint 1: Where must the exchange be, so that the number of micro-batches does not matter?
-        #   Hint 2: loss.backward() adds to the gradients that are there. torch.autocast("cpu", torch.bfloat16) round
-        #     the forward pass lets products run in bf16; the weights stay as they are.
-        #   Hint 3: The loss is computed from logits.float(), outside of autocast. Validation may use the same forward.
+        #   Hints, one at a time: phalanx learn hint lab-04-accumulation
         # TODO lab-04-report: measure with measure.py, and fill in report.md.
-        #   Hint 1: Which numbers would convince you, if another one had written the report?
-        #   Hint 2: runs.json has the numbers before and after; each row of the table quotes two of them.
-        #   Hint 3: `where` is slow_trainer.py:LINE; the sections below the table say what happens too often, and which
-        #     line of the profile shows it.
+        #   Hints, one at a time: phalanx learn hint lab-04-report
         raise NotImplementedError("FastTrainer")
 
 

@@ -1,0 +1,551 @@
+"""Which machines take part, which of them are lost, and which one leads: what one machine knows of the others.
+
+A state machine without sockets, threads and clocks: `nodes` tells it what it has heard and the time, and carries out
+what `check` returns; `tests/simulation` does so with thousands of machines at once.
+
+    settled --the leader is lost--> searching --a machine before this one answers--> unconfirmed --it leads--> settled
+                                    searching --none does--> electing --enough machines report--> settled
+
+*searching*: the machines that were there before this one are asked, in their order, a few at a time. The first that
+answers is the next leader. *unconfirmed*: this machine has moved to it, and waits until it says that it leads.
+*electing*: this machine is the first; its launcher waits for the reports of the others (`recovery.launcher.node`) and
+leads if there are enough of them. A machine that cannot know whether others go on without it ends.
+
+Every machine sends few heartbeats to the leader, so few that all of them together do not grow with their number, and
+is watched by its neighbours in the ring of names, which report to the leader what they notice.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+Entry = dict[str, Any]
+"""What a machine says of itself: node_rank, host, ranks, and the address of its standby store."""
+Sign = Literal["ended", "silent"]
+"""What a neighbour notices: the machine refuses connections, or does not answer."""
+Phase = Literal["settled", "searching", "unconfirmed", "electing"]
+
+SUSPECT_SECONDS = 1.0
+"""Silence after which a machine is asked whether it runs, and the time that it has to answer."""
+_BEAT_SECONDS = 0.5
+_BEATS_PER_SECOND = 2_000
+_LOOK_SECONDS = 0.1
+_WATCHED = 3
+"""How many machines each one watches."""
+_LEASE_SECONDS = 2.0
+"""How much longer than a leader without the others these wait: its ranks have ended before they go on without it."""
+_CONFIRM_SECONDS = 5.0
+"""How much longer than two machines may need to notice a lost leader a new one may take to say that it leads."""
+_FIRST_ASKED = 8
+"""How many machines are asked first which of them leads next; then four times as many, and so on."""
+
+
+def beat_seconds(num_nodes: int) -> float:
+    """Return the seconds between two heartbeats of a machine to the leader, whose load does not grow with them.
+
+    For example, 64 machines send one every 0.5 s, and 16,384 every 8.2 s: never more than 2,000 per second.
+    """
+    return max(_BEAT_SECONDS, num_nodes / _BEATS_PER_SECOND)
+
+
+def election_seconds(silence: float, num_nodes: int) -> float:
+    """Return how long a machine that takes over waits for the others, which may notice later that it has to."""
+    return max(3.0, silence) + 2 * beat_seconds(num_nodes)
+
+
+def may_continue(members: Iterable[str], alive: Collection[str], ended: Collection[str], leader: str) -> bool:
+    """Whether the machines that see each other may go on without the others: never two parts of a run at once.
+
+    `ended`: machines whose launcher has certainly ended. Of the others more than half must be here; half is enough
+    where `leader`, the machine that decided before, is one of them. For example, of four machines that a cut network
+    divides into two and two, the pair with the leader goes on; after its launcher has ended, two of the other three do.
+    """
+    rest = [node for node in members if node not in ended]
+    here = [node for node in rest if node in alive]
+    return 2 * len(here) > len(rest) or (2 * len(here) == len(rest) and leader in here)
+
+
+def changed(nodes: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the nodes with these changes; None: without that one."""
+    return {node: entry for node, entry in {**nodes, **changes}.items() if entry is not None}
+
+
+def in_order(nodes: Mapping[str, Any]) -> list[str]:
+    """Return the names in the order of arrival, which is that of the ring of neighbours."""
+    return sorted(nodes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quorum:
+    """Machines, by the addresses of their launchers, of which enough have to be there."""
+
+    nodes: Mapping[str, Entry]
+    lists: Sequence[Collection[str]]
+    """The machines of the list, and those of the one before that enough of them know of: of each enough."""
+    ended: Collection[str]
+    leader: str
+
+    def suffices(self, present: Iterable[Entry]) -> bool:
+        """Whether the machines with these entries may go on without the others."""
+        addresses = {tuple(entry["standby"]) for entry in present}
+        alive = {node for node, entry in self.nodes.items() if tuple(entry["standby"]) in addresses}
+        return all(may_continue(members, alive, self.ended, self.leader) for members in self.lists)
+
+
+class Heartbeats:
+    """When the heartbeat counter of each machine last changed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Any, float]] = {}
+
+    def watch(self, nodes: Iterable[str], now: float) -> None:
+        """Watch these machines from now on; new ones count as just seen."""
+        self._seen = {node: self._seen.get(node, (None, now)) for node in nodes}
+
+    @property
+    def watched(self) -> list[str]:
+        """The machines that are watched."""
+        return list(self._seen)
+
+    def take(self, beats: Mapping[str, Any], now: float) -> None:
+        """Take the present counters; those of machines that are not watched are ignored."""
+        seen = self._seen
+        for node, beat in beats.items():
+            if node in seen and seen[node][0] != beat:
+                seen[node] = (beat, now)
+
+    def silent(self, seconds: float, now: float) -> list[str]:
+        """Return the watched machines without a heartbeat for this many seconds."""
+        return [node for node, (_, changed) in self._seen.items() if now - changed > seconds]
+
+
+# --- what to do -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """Find out whether the launchers of these machines run; a machine that was just asked is not asked again."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Watch these neighbours from now on, and no others."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuse:
+    """Report to the leader what this machine has noticed of its neighbours."""
+
+    signs: Mapping[str, Sign]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """Machines are lost, as the leader decides; `ended`: those of them whose launcher has certainly ended."""
+
+    nodes: tuple[str, ...]
+    ended: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """The leader is lost: go on with another one, or be it, if enough machines report."""
+
+    leader: str
+    lost: str
+    term: int
+    ended: tuple[str, ...]
+    gone: tuple[str, ...]
+    new: tuple[str, ...]
+    """Machines that are not in the list any more, and that are in it now, which too few of the others may know."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """Tell the others that enough machines know a version of the list: now it counts."""
+
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """This machine ends, for this reason."""
+
+    cause: str
+    hint: str
+
+
+Action = Ask | Watch | Accuse | Lost | Agreed | Move | Stop
+
+
+class Membership:
+    """One machine among those of a run whose number may change."""
+
+    def __init__(self, own: str, silence: float, now: float) -> None:
+        """`silence`: seconds after which a machine that does not answer is lost."""
+        self.own, self._silence = own, silence
+        self.nodes: Mapping[str, Entry] = {}
+        """The machines of the run; the order of their names is that of arrival, and in it they lead."""
+        self.leader = ""
+        self.term = 0
+        """How many times the leader has changed: what an earlier one says does not count."""
+        self.phase: Phase = "settled"
+        self.version = 0
+        """That of the list of machines; the leader counts it."""
+        self.gone: dict[str, float] = {}
+        """Machines that have left the list, and in which version, until enough others know that.
+
+        Till then they count where machines may go on without others: a leader that is cut off notices that of one
+        machine after the other, while the others have a majority.
+        """
+        self.new: dict[str, float] = {}
+        """Machines that have come, and in which version; till enough others know that they do not count."""
+        self._known: dict[str, int] = {}
+        """As the leader: the version that each machine knows."""
+        self.ended: set[str] = set()
+        """Machines whose launcher has certainly ended."""
+        self._beats = Heartbeats()
+        self._heard: dict[str, float] = {}
+        """When each neighbour has answered last."""
+        self._noticed: dict[str, Sign] = {}
+        self._reported: dict[str, Sign] = {}
+        self._accused: dict[str, tuple[Sign, float]] = {}
+        """What neighbours have noticed, and when the leader heard of it."""
+        self._answers: dict[str, tuple[bool | None, float]] = {}
+        self._contact = now
+        self._suspected: float | None = None
+        """Since when the leader is asked whether it runs."""
+        self._store_ended = False
+        self._uncertain: set[str] = set()
+        """Machines that did not refuse when another leader was looked for: they may go on without this one."""
+        self._confirm_by = 0.0
+        self._is_stale = False
+        """Whether this machine has heard nothing for so long that the others may have gone on without it."""
+        self._lost = ""
+        self._asked: tuple[str, ...] = ()
+        """The machines that were asked to lead, whose answers are not all there."""
+        self._asking_until = 0.0
+        self._watched: tuple[str, ...] = ()
+        self._watching: tuple[str, ...] = ()
+        self._looked = -math.inf
+        """When the leader has looked for silent machines."""
+
+    # --- what is heard ------------------------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether this machine leads, or is about to."""
+        return self.leader == self.own
+
+    @property
+    def leaves_signpost(self) -> bool:
+        """Whether this machine says at the endpoint where the run goes on: the leader and some after it do."""
+        names = in_order(self.nodes)
+        place = bisect.bisect_left(names, self.leader)
+        return self.own in (names[place:] + names[:place])[: 1 + _WATCHED]
+
+    @property
+    def period(self) -> float:
+        """Seconds between two heartbeats to the leader."""
+        return beat_seconds(len(self.nodes))
+
+    def begin(
+        self,
+        leader: str,
+        nodes: Mapping[str, Entry],
+        now: float,
+        *,
+        term: int = 0,
+        gone: Iterable[str] = (),
+        new: Iterable[str] = (),
+    ) -> None:
+        """Take part with these machines, which one of them leads.
+
+        `gone`, `new`: those that have left and count still, and those that have come and do not count yet.
+        """
+        self.leader, self.nodes, self.term = leader, nodes, max(term, self.term)
+        self.phase, self.version = "settled", 0
+        self.gone, self.new, self._known = dict.fromkeys(gone, 0.0), dict.fromkeys(new, 0.0), {}
+        self.ended, self._uncertain = set(), set()
+        self._beats = Heartbeats()
+        self._answers, self._accused, self._noticed, self._reported = {}, {}, {}, {}
+        self._enter_store(now)
+        self._follow_ring(now)
+
+    def change(self, entries: Mapping[str, Entry | None], now: float, version: int) -> bool:
+        """Take part with these machines, too, or without them (None), as the launcher says.
+
+        Return whether the leader has to know that this machine knows.
+        """
+        self.version = max(version, self.version)
+        went = [node for node, entry in entries.items() if entry is None]
+        self.gone |= {node: version for node in went if node in self.nodes or node in self.gone}
+        self.new |= {node: version for node in entries if node not in went and node not in self.nodes}
+        self.nodes = changed(self.nodes, entries)
+        self._follow_ring(now)
+        return not self.leads
+
+    def _leave_out(self, nodes: Collection[str], now: float) -> None:
+        """Go on without machines, which count until enough others know that."""
+        self.gone |= dict.fromkeys(nodes, math.inf)  # the launcher counts the versions
+        self.nodes = changed(self.nodes, dict.fromkeys(nodes))
+        self._follow_ring(now)
+
+    def agree(self, version: int) -> None:
+        """Note that enough machines know a version of the list."""
+        self.gone = {node: left for node, left in self.gone.items() if left > version}
+        self.new = {node: came for node, came in self.new.items() if came > version}
+
+    def confirm(self, term: int) -> None:
+        """Note that the leader leads: it has said so, or the launcher of this machine has had enough reports."""
+        self.term = max(term, self.term)
+        if self.phase in ("unconfirmed", "electing"):
+            self.phase = "settled"
+            self._uncertain.clear()
+
+    def on_beats(self, beats: Mapping[str, Any], now: float) -> None:
+        """Take the heartbeat counters in the leader's store."""
+        self._beats.take(beats, now)
+
+    def on_known(self, node: str, version: int) -> None:
+        """Note the version of the list that a machine knows."""
+        self._known[node] = max(version, self._known.get(node, 0))
+
+    def on_contact(self, at: float) -> None:
+        """Note when the leader's store has answered last."""
+        self._contact = max(at, self._contact)
+
+    def on_store_ended(self) -> None:
+        """Note that the leader's store has closed the connection."""
+        self._store_ended = True
+
+    def on_neighbour(self, node: str, heard: float | None) -> None:
+        """Note when a neighbour has answered last; None: it refuses connections."""
+        if node not in self._heard:
+            return
+        if heard is None:
+            self._noticed[node] = "ended"
+        elif heard > self._heard[node]:
+            self._heard[node] = heard
+            self._noticed.pop(node, None)
+
+    def on_accusation(self, signs: Mapping[str, Sign], now: float) -> None:
+        """Take what a machine has noticed of its neighbours."""
+        for node, sign in signs.items():
+            if node in self.nodes:
+                self._accused[node] = (sign, now)
+
+    def on_answers(self, answers: Mapping[str, bool | None], now: float) -> None:
+        """Take the answers of machines that were asked: True, False if they refuse, None if they are silent."""
+        self._answers |= {node: (answer, now) for node, answer in answers.items()}
+        self.ended |= {node for node, answer in answers.items() if answer is False}
+
+    # --- what follows from it -----------------------------------------------------------------------------------------
+
+    def check(self, now: float) -> list[Action]:
+        """Return what to do now."""
+        actions: list[Action] = []
+        self._watch_neighbours(now, actions)
+        if self.phase == "searching":
+            self._go_on_searching(now, actions)
+        elif self.leads:
+            self._find_lost(now, actions)
+            if (self.gone or self.new) and self.phase == "settled":
+                self._look_for_agreement(actions)
+        else:
+            self._watch_leader(now, actions)
+        return actions
+
+    def _enter_store(self, now: float) -> None:
+        self._contact, self._suspected, self._store_ended = now, None, False
+        self._reported = {}
+        self._beats.watch([node for node in self.nodes if node != self.own] if self.leads else [], now)
+
+    def _follow_ring(self, now: float) -> None:
+        self._beats.watch([node for node in self.nodes if node != self.own] if self.leads else [], now)
+        names = in_order(self.nodes)
+        place = bisect.bisect_right(names, self.own)
+        ring = names[place : place + _WATCHED] + names[:_WATCHED]
+        self._watched = tuple([node for node in dict.fromkeys(ring) if node != self.own][:_WATCHED])
+        self._heard = {node: self._heard.get(node, now) for node in self._watched}
+        self._noticed = {node: sign for node, sign in self._noticed.items() if node in self._heard}
+        self._reported = {node: sign for node, sign in self._reported.items() if node in self._heard}
+        self._accused = {node: sign for node, sign in self._accused.items() if node in self.nodes}
+
+    def _watch_neighbours(self, now: float, actions: list[Action]) -> None:
+        if self._watched != self._watching:
+            self._watching = self._watched
+            actions.append(Watch(self._watched))
+        for node, heard in self._heard.items():
+            if now - heard > self._silence and node not in self._noticed:
+                self._noticed[node] = "silent"
+        news = {node: sign for node, sign in self._noticed.items() if self._reported.get(node) != sign}
+        self._reported = dict(self._noticed)
+        if self.leads:
+            self.on_accusation(news, now)
+        elif others := {node: sign for node, sign in news.items() if node != self.leader}:
+            actions.append(Accuse(others))
+
+    def _find_lost(self, now: float, actions: list[Action]) -> None:
+        """Report the machines that have ended or are silent; while this one is elected only those that have ended."""
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        late = self._beats.silent(SUSPECT_SECONDS + 2 * self.period, now)
+        gone = set(self._beats.silent(self._silence + 2 * self.period, now))
+        suspects = [node for node in dict.fromkeys([*late, *self._accused]) if node in self.nodes and node != self.own]
+        if asked := tuple(node for node in suspects if node not in gone):
+            actions.append(Ask(asked))
+        for node in [*self._accused]:
+            if self._answered(node, since=self._accused[node][1]) is True:
+                del self._accused[node]  # the neighbour alone does not reach it
+        lost = [node for node in suspects if node in self.ended]
+        if self.phase == "settled":
+            lost += [node for node in suspects if node not in lost and (node in gone or self._is_convicted(node, now))]
+        if not lost:
+            return
+        alive = self.nodes.keys() - set(lost)
+        if self.phase == "settled" and not self._may_continue(alive):
+            actions.append(self._split(lost))
+            return
+        self._leave_out(lost, now)
+        actions.append(Lost(tuple(lost), tuple(node for node in lost if node in self._surely_ended)))
+
+    def quorum(self) -> Quorum:
+        """Return the machines of which enough have to come when all gather again."""
+        return Quorum(self.nodes, (tuple(self.nodes), tuple(self._before)), self.ended, self.own)
+
+    @property
+    def _surely_ended(self) -> set[str]:
+        """The machines that have ended and cannot have gone on without this one.
+
+        If the leader is only silent the others may have gone on with it, and ended because the run has.
+        """
+        return self.ended if self.phase == "settled" or self._lost in self.ended else set()
+
+    def _may_continue(self, alive: Collection[str]) -> bool:
+        """Whether these machines are enough of the list, and of the one before that enough others know of."""
+        lists = [self.nodes, self._before] if self.gone or self.new else [self.nodes]
+        return all(may_continue(members, alive, self.ended, self.leader) for members in lists)
+
+    @property
+    def _before(self) -> list[str]:
+        """The machines of the list before the changes that too few others may know."""
+        members = [node for node in self.nodes if node not in self.new] if self.new else [*self.nodes]
+        return [*members, *(node for node in self.gone if node not in self.nodes and node not in self.new)]
+
+    def _look_for_agreement(self, actions: list[Action]) -> None:
+        """Let a version of the list count once enough machines of the one before know it."""
+        changes = [*self.gone.values(), *self.new.values()]
+        for version in sorted({int(change) for change in changes if change <= self.version}, reverse=True):
+            knowing = {self.own, *(node for node, known in self._known.items() if known >= version)}
+            if self._may_continue(knowing):
+                self.agree(version)
+                actions.append(Agreed(version))
+                return
+
+    def _answered(self, node: str, since: float) -> bool | None:
+        answer, at = self._answers.get(node, (None, -1.0))
+        return answer if at >= since else None
+
+    def _is_convicted(self, node: str, now: float) -> bool:
+        """Whether a machine that a neighbour finds lost has not answered the leader either."""
+        if node not in self._accused:
+            return False
+        since = self._accused[node][1]
+        answer, at = self._answers.get(node, (None, -1.0))
+        return answer is not True and (at >= since or now - since > 2 * SUSPECT_SECONDS)
+
+    def _split(self, lost: Collection[str]) -> Stop:
+        hosts = sorted({self.nodes[node]["host"] for node in lost})
+        more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+        return Stop(
+            f"lost contact with {', '.join(hosts[:8])}{more}, which may continue the run; "
+            "this machine stops to avoid a split.",
+            "Half of the machines, or more, must see each other, with the one that decides among them.",
+        )
+
+    # --- another leader -----------------------------------------------------------------------------------------------
+
+    def _watch_leader(self, now: float, actions: list[Action]) -> None:
+        if self.phase == "unconfirmed" and now > self._confirm_by:
+            actions.append(self._left_out(self.leader))
+            return
+        silence = now - self._contact
+        ended = self._store_ended or self._noticed.get(self.leader) == "ended"
+        if not ended and silence <= SUSPECT_SECONDS + 2 * self.period:
+            self._suspected = None
+            return
+        # A process that is killed closes its connections one after the other: its machine may refuse a moment later.
+        self._suspected = now if self._suspected is None else self._suspected
+        answer = self._answered(self.leader, self._suspected)
+        if answer is not False and silence <= 1.1 * self._silence + 2 * self.period + _LEASE_SECONDS:
+            actions.append(Ask((self.leader,)))
+            return
+        if self.phase == "unconfirmed" and self._uncertain:  # the run may have ended without this machine
+            actions.append(self._left_out(self.leader))
+            return
+        if self.phase == "settled":
+            self._uncertain = set()
+            # The others have left this one out by now, and may have ended because the run has.
+            self._is_stale = silence > self._silence
+        if answer is not False:
+            self._uncertain.add(self.leader)
+        self._lost = self.leader
+        self._accused, self._suspected = {}, None
+        self._leave_out([self.leader], now)
+        self.phase, self._asked = "searching", ()
+        self._go_on_searching(now, actions)
+
+    def _go_on_searching(self, now: float, actions: list[Action]) -> None:
+        """Ask the machines that lead before this one would; move to the first that answers."""
+        names = in_order(self.nodes)
+        before = [node for node in names[: bisect.bisect_left(names, self.own)] if node not in self.ended]
+        if self._asked:
+            answers = {node: self._answers.get(node) for node in self._asked if node in self.nodes}
+            if any(answer is None for answer in answers.values()) and now < self._asking_until:
+                return
+            first = next((node for node, answer in answers.items() if answer is not None and answer[0]), None)
+            silent = {node for node, answer in answers.items() if answer is None or answer[0] is None}
+            if first is not None:
+                self._uncertain |= {node for node in silent if node < first}
+                self._move(first, now, actions)
+                return
+            self._uncertain |= silent
+        rest = [node for node in before if node not in self._uncertain]
+        if not rest and self._is_stale and self._lost in self.ended:
+            actions.append(self._left_out(self._lost))
+            return
+        if not rest:
+            self._move(self.own, now, actions)
+            return
+        self._asked = tuple(rest[: max(_FIRST_ASKED, 4 * len(self._asked))])
+        self._answers = {node: answer for node, answer in self._answers.items() if node not in self._asked}
+        self._asking_until = now + 2 * SUSPECT_SECONDS
+        actions.append(Ask(self._asked))
+
+    def _move(self, leader: str, now: float, actions: list[Action]) -> None:
+        self.leader, self._asked = leader, ()
+        self.term += 1
+        self.phase = "electing" if self.leads else "unconfirmed"
+        self._confirm_by = now + election_seconds(self._silence, len(self.nodes)) + self._silence + _CONFIRM_SECONDS
+        self._enter_store(now)
+        actions.append(
+            Move(leader, self._lost, self.term, tuple(sorted(self._surely_ended)), tuple(self.gone), tuple(self.new))
+        )
+
+    def _left_out(self, node: str) -> Stop:
+        if node == self._lost:
+            text = "lost contact with the machine that decided for so long that the others may be gone"
+        else:
+            host = self.nodes[node]["host"]
+            text = f"lost contact with the machine that decided, and {host}, which may see it still, does not take over"
+        return Stop(f"{text}.", "This machine stops to avoid a split. Start it again: it can come late.")
