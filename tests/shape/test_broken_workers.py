@@ -35,7 +35,7 @@ TESTS = """
 def test_what_breaks_a_worker_is_a_failure_and_the_other_tests_run(tmp_path):
     write_script(tmp_path / "conftest.py", BREAKS)
     write_script(tmp_path / "test_some.py", TESTS)
-    words = "-p broken_workers -p no:cacheprovider -n 1 -rf --basetemp=own".split()
+    words = ["-p", "broken_workers", "-p", "no:cacheprovider", "-n", "1", "-rf", "--basetemp=own"]
     environment = clean_environment(PYTHONPATH=str(ROOT / "tests/helpers"))
     command = [sys.executable, "-m", "pytest", *words]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
