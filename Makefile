@@ -9,8 +9,6 @@ RANKS ?=
 # Processes that run tests: one per core of a small machine; most tests start processes of their own.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
-# A test that fails beside others runs once more, alone: what fails twice is wrong, what passes is printed and is worth a look.
-AGAIN = { status=$$?; echo "== what failed is run again, alone =="; test $$status -eq 1 && $(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none --maxfail 1; }
 # Tests share the cores: compute threads that wait must not spin.
 test test-all: export OMP_WAIT_POLICY = PASSIVE
 # Tests start hundreds of Python processes: without bytecode on the disk each compiles all that it imports.
@@ -74,10 +72,10 @@ train: $(VENV)/.phalanx ## train a conv net on the embedded digits, on RANKS ran
 	$(BIN)/phalanx train digits $(if $(RANKS),--num-workers $(RANKS))
 
 test: $(VENV)/.test ## run the whole suite, in JOBS processes
-	$(PYTEST) || $(AGAIN)
+	$(PYTEST)
 
 test-all: $(VENV)/.test ## the suite with the proofs that take long: three quarters of an hour on two cores
-	export PHALANX_ALL_TESTS=1; $(PYTEST) || $(AGAIN)
+	PHALANX_ALL_TESTS=1 $(PYTEST)
 
 simulate: $(VENV)/.test ## run SEEDS (100,000) histories of simulated launchers with faults: most of an hour
 	$(BIN)/python -m tests.simulation --seeds 0 $(or $(SEEDS),100000)

@@ -24,25 +24,29 @@ from phalanx.launch.forkserver.preload import PRELOAD
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytest_plugins = ("broken_workers",)
+
 _ROOT = Path(__file__).resolve().parents[1]
 _SHARED_MEMORY = Path("/dev/shm")
 _SET_BY_OTHERS = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
+    "PYTHONBREAKPOINT",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "PYTEST_CURRENT_TEST",
+    "RAY_CLIENT_MODE",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
     "TRITON_PTXAS_PATH",
     "_MLFLOW_TELEMETRY_SESSION_ID",
 }
 """pytest names the test, torch its caches and tools when its compiler is imported; DeepSpeed how it looks for GPUs;
-scikit-learn, which Optuna and datasets import, how its threads start."""
+scikit-learn, which Optuna and datasets import, how its threads start; Ray its debugger."""
 _THREADS_OF_OTHERS = ("tqdm_monitor", "Dummy-", "Mlflow", "fsspecIO", "asyncio_")
 """A compiler's progress bar, threads of its C++ that called into Python, MLflow's pool, fsspec's event loop."""
 _CACHES = ("torchinductor_", "__pycache__")
 """torch makes its cache directory once, when its compiler is imported; TensorFlow imports code that it writes there."""
-_PATIENCE_SECONDS = 1.0
+_PATIENCE_SECONDS = 10.0
 
 
 _SLOW_FIRST = ("engines", "faults", "launch", "run", "journeys", "docs", "cli", "tools", "parity")

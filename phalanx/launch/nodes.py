@@ -323,7 +323,7 @@ class NodeGroup:
             self._knows_failure = True
             return [{"remote_failure": mail["remote_failure"]}] if is_news else []
         if "question" in mail:
-            return [{**mail, "own": mail["sender"] == self._own}]
+            return [{**mail, "is_ours": mail["sender"] == self._own}]
         for kind in ("answer", "all_ended"):
             if kind in mail:
                 return [{kind: mail[kind]}]

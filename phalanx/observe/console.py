@@ -48,6 +48,7 @@ class Console:
         interval: float = 5.0,
         out: TextIO | None = None,
         err: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._show_labels = show_labels
         self._is_quiet, self._is_verbose = verbosity == "quiet", verbosity == "verbose"
@@ -59,11 +60,12 @@ class Console:
         self.streams = Streams.of(out, err)
         self._out = out
         stream = out if progress else err
-        self._view: PlainView | RichView = PlainView(stream, err, interval=0.0 if self._is_verbose else interval)
+        interval = 0.0 if self._is_verbose else interval
+        self._view: PlainView | RichView = PlainView(stream, err, interval=interval, clock=clock)
         if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown"):
             from phalanx.observe.richview import RichView
 
-            self._view = RichView(stream, err, self._beat)
+            self._view = RichView(stream, err, self._beat, clock=clock)
 
     def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
         """Show what a rank printed, labelled when several ranks are shown."""

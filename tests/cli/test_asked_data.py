@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from command import phalanx
+from packages import require
 
 import phalanx as px
 from phalanx.errors import DataError, UsageError
 
 Image = pytest.importorskip("PIL.Image")
-pytest.importorskip("datasets")
+require("datasets")
 
 FAST = ("--device", "cpu", "--num-workers", 1, "--no-tensorboard", "--no-progress")
 COLOURS = {"blue": (30, 30, 200), "green": (30, 200, 30), "red": (200, 30, 30)}

@@ -12,10 +12,11 @@ import pytest
 from command import ROOT, clean_environment
 from grader.exercise import grade
 from long_proofs import long_proof
+from packages import require
 from wrong import COURSE, LISTED, Wrong, exercise
 
 pytestmark = pytest.mark.timeout(3000)  # Ray starts slowly on a busy machine
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
+require("ray", "Ray is not installed: pip install 'phalanx[ray]'")
 
 NAMES = [name for name in LISTED if name.startswith("lab-01-")]
 SOLUTION = LISTED["lab-01-train"].solution

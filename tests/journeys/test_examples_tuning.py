@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from command import ROOT, clean_environment
 from long_proofs import long_proof
+from packages import require
 
 EXAMPLES = ROOT / "examples" / "10-tuning"
 
-pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+require("optuna", "optuna is not installed: pip install 'phalanx[tune]'")
 
 
 def run(*words, cwd):

@@ -43,8 +43,10 @@ class Tty(io.StringIO):
 
 
 def drawn(view: RichView, width: int = 80) -> list[str]:
-    """Return the rows that the next refresh would draw."""
-    view._terminal = Terminal(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    """Return the rows that the next refresh would draw; the spinner stands still."""
+    view._terminal = Terminal(
+        width=width, file=io.StringIO(), force_terminal=True, color_system=None, get_time=lambda: 0.0
+    )
     with view._terminal.capture() as capture:
         view._terminal.print(view._bar())
     return [row.rstrip() for row in capture.get().splitlines()]
@@ -85,7 +87,7 @@ def test_the_console_reads_the_heartbeats_of_this_run_alone(tmp_path):
 def test_before_training_a_spinner_shows_the_phase(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     out = Tty()
-    console = Console(out=out, err=out)
+    console = Console(out=out, err=out, clock=lambda: 0.0)
     console.handle(events.Phase("starting 2 ranks on cpu", "begin").to_dict())
     view = console._view
     assert drawn(view) == [f"{drawn(view)[0][0]} starting 2 ranks on cpu 0:00"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from packages import on_first_use
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -18,7 +19,7 @@ from phalanx.run.job import Job
 from phalanx.strategies.base import local, whole
 from phalanx.strategies.tensor_parallel import FusedColumns, known_plan
 
-transformers = pytest.importorskip("transformers")
+transformers = on_first_use("transformers")
 
 IMPORTED_BY_RANKS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen2"))
 VOCABULARY = 61  # cannot be cut evenly

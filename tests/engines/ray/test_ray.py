@@ -18,10 +18,7 @@ import pytest
 import torch
 from command import COMMAND, ROOT, Answer, finish, write_script
 from long_proofs import ALL, long_proof
-
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
-
-from ray._private.ray_logging import LogDeduplicator
+from packages import require
 from ray_cluster_hosts import TwoMachines, in_a_namespace_of_its_own, ray_environment, silent_port, why_no_namespaces
 
 from phalanx import DistributedConfig
@@ -36,6 +33,8 @@ from phalanx.engines.ray.trainer import split_hyperparameters
 from phalanx.engines.ray.worker import made_next_to
 from phalanx.errors import UsageError
 from phalanx.world.mesh import plan_layout
+
+require("ray", "Ray is not installed: pip install 'phalanx[ray]'")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -260,11 +259,12 @@ def test_fsdp_times_tensor_parallel_on_rays_workers_trains_what_it_trains_withou
         ("ray://127.0.0.1:9", "no Ray answers at ray://127.0.0.1:9"),
     ],
 )
-def test_a_wrong_address_is_refused_at_once(address, words):
+def test_a_wrong_address_is_refused_at_once(monkeypatch, address, words):
+    monkeypatch.setattr(ray_cluster, "PROBE_SECONDS", 240.0)
     began = time.monotonic()
     with pytest.raises(UsageError, match=words):
         check_address(address)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 120, "not after the whole time of a probe"
 
 
 def test_auto_means_what_ray_start_started_here_and_no_other(monkeypatch, tmp_path):
@@ -304,12 +304,13 @@ def grpc_server(answer: Callable[[Any], Any] | None = None) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("scheme", "what"), [("ray://", "Ray's client server"), ("", "the head of a Ray cluster")])
-def test_a_grpc_server_that_is_not_ray_is_refused_at_once(scheme, what):
+def test_a_grpc_server_that_is_not_ray_is_refused_at_once(monkeypatch, scheme, what):
+    monkeypatch.setattr(ray_cluster, "PROBE_SECONDS", 240.0)
     with grpc_server() as address:
         began = time.monotonic()
         with pytest.raises(UsageError, match=f"speaks gRPC, but is not {what}"):
             check_address(scheme + address)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 120, "not after the whole time of a probe"
 
 
 def test_a_proxy_in_the_environment_is_not_between_us_and_a_head(monkeypatch):
@@ -412,6 +413,8 @@ def test_a_second_local_ray_starts_when_the_processes_of_the_first_have_ended(mo
 
 
 def test_deaths_of_workers_are_reported_once_and_not_by_ray_too():
+    from ray._private.ray_logging import LogDeduplicator
+
     skip = cluster._QUIET["RAY_DEDUP_LOGS_SKIP_REGEX"]
     told = ["A worker died or was killed while executing a task by an unexpected system error.", "memory is short"]
     batches = LogDeduplicator(5, None, skip).deduplicate({"lines": told, "pid": "raylet", "is_err": False})

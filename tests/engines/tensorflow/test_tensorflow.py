@@ -24,7 +24,7 @@ if importlib.util.find_spec("tensorflow") is None:
     pytest.skip("TensorFlow is not installed: pip install 'phalanx[tensorflow]'", allow_module_level=True)
 
 
-PARTS = f"import os\nimport sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom keras_parts import *\n"
+PARTS = f"import os\nimport sys\nsys.path.insert(0, {str(ROOT / 'tests' / 'helpers')!r})\nfrom keras_parts import *\n"
 PATH = f"{ROOT}:{ROOT / 'tests/helpers'}"
 
 

@@ -7,11 +7,13 @@ import re
 
 import pytest
 import torch
-import transformers
+from packages import on_first_use
 
 from phalanx.errors import UsageError
 from phalanx.tools.plan import presets
 from phalanx.tools.plan.hf_config import read_config
+
+transformers = on_first_use("transformers")
 
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
 _GATED = {**_SMALL, "intermediate_size": 176, "num_key_value_heads": 2}

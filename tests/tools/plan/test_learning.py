@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from packages import on_first_use
 from torch import nn
 
 from phalanx.config import DistributedConfig
@@ -23,6 +23,8 @@ from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.tools.plan.rules import settings_of
 from phalanx.world.mesh import Mesh
 from phalanx.zoo.models import registry
+
+transformers = on_first_use("transformers")
 
 H100 = ("NVIDIA H100 80GB HBM3", 79.1)
 

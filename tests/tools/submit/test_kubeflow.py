@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from packages import on_first_use
 
 from phalanx.cli import main
 from phalanx.cli.submit import describe_job
 from phalanx.tools.submit.pods import PodOptions
 from phalanx.tools.submit.ray import KubeRay
 
-kubernetes = pytest.importorskip("kubernetes")
+kubernetes = on_first_use("kubernetes")
 yaml = pytest.importorskip("yaml")
 
 from kube_schema import VERSION, validate  # noqa: E402

@@ -11,11 +11,12 @@ import sys
 import tarfile
 
 import pytest
+from packages import on_first_use
 
 from phalanx.cli import main
 from phalanx.errors import UsageError
 
-kubernetes = pytest.importorskip("kubernetes")
+kubernetes = on_first_use("kubernetes")
 yaml = pytest.importorskip("yaml")
 
 from kube_schema import validate  # noqa: E402

@@ -8,14 +8,14 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
-pytest.importorskip("aiohttp_cors", reason="Ray's dashboard is not installed: pip install 'ray[default]'")
-
 import command
+import pytest
 from long_proofs import long_proof
+from packages import require
 from ray_cluster_hosts import TwoMachines, ray_environment, why_no_namespaces
+
+require("ray", "Ray is not installed: pip install 'phalanx[ray]'")
+require("aiohttp_cors", "Ray's dashboard is not installed: pip install 'ray[default]'")
 
 TRAIN = ["digits", "--device", "cpu", "--num-workers", "2"]
 

@@ -8,6 +8,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packages import require
 
 from phalanx import tune
 from phalanx.errors import ConfigError, UsageError
@@ -15,7 +16,7 @@ from phalanx.tools.tune.domains import KINDS, Domain, random_trial
 from phalanx.tools.tune.space import SearchSpace, make_search
 from phalanx.tools.tune.trial import Objective
 
-pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+require("optuna", "optuna is not installed: pip install 'phalanx[tune]'")
 
 
 def drawn(space, seed, count):

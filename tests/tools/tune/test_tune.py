@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from command import finish, phalanx, start
 from long_proofs import long_proof
+from packages import require
 from tune_parts import curve, ends_badly, returns_accuracy, train_line
 from waiting import until
 
@@ -19,7 +20,7 @@ from phalanx.tools.tune import DistributedTuner, choice, quniform, uniform
 from phalanx.tools.tune.record import Record
 from phalanx.tools.tune.trial import State
 
-pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+require("optuna", "optuna is not installed: pip install 'phalanx[tune]'")
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packages import require
 from tune_parts import count_on, train
 
 from phalanx.tools.tune import DistributedTuner, choice, loguniform
 
-pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+require("optuna", "optuna is not installed: pip install 'phalanx[tune]'")
 
 
 SPACE = {"rate": loguniform(1e-6, 0.05), "decay": choice([0.0, 0.001, 0.01])}

@@ -12,11 +12,12 @@ from importlib.util import find_spec
 import pytest
 from command import ROOT, clean_environment
 from long_proofs import ALL, long_proof
+from packages import require
 
 from phalanx.errors import ConfigError
 from phalanx.tools.tune.space import SearchSpace
 
-pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+require("optuna", "optuna is not installed: pip install 'phalanx[tune]'")
 
 _SCRIPT = """
 import json

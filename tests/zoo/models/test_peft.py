@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from packages import on_first_use
 from torch import nn
 
 import phalanx
 from phalanx.zoo.models.lora import adapters
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+peft = on_first_use("peft")
+transformers = on_first_use("transformers")
 
 TOKENS = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
 EXACT = {"rtol": 0, "atol": 1e-12}
