@@ -97,7 +97,7 @@ def rank_environment(
         "PHALANX_LOG_DIR": str(log_dir),
         BOARD_VARIABLE: str(board_path(log_dir, node.node_rank)),
         "PHALANX_SLOT": rank,
-        "PHALANX_TERM": str(node.term),
+        **({} if spec.elastic is None else {"PHALANX_TERM": str(node.term)}),
         "PHALANX_PLANNED_RANKS": world_size if spec.elastic is None else str(spec.elastic.sizes[0]),
         **({JOINS_LATE: "1"} if node.late else {}),
         "PHALANX_RUN_ID": node.run_id or spec.run_id,

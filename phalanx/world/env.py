@@ -54,8 +54,8 @@ class RankEnv:
     """An id that the attempts of one launch share; empty where the starter restarts nothing."""
     launchers: int = 1
     """How many launchers there were at the beginning, one per node."""
-    term: int = 0
-    """How often another launcher has taken over."""
+    term: int | None = None
+    """How often another launcher has taken over; None: of a fixed number of nodes none does."""
     generation: int = 0
     """How often the group has changed while this process ran or waited (`membership`)."""
     failures: int = 0
@@ -68,7 +68,9 @@ class RankEnv:
     @property
     def group(self) -> tuple[int, ...]:
         """The order of the groups of a launch: attempt, term and generation; empty if no other launcher takes over."""
-        return (self.attempt, self.term, self.generation) if self.supervised and self.launchers > 1 else ()
+        if not self.supervised or self.launchers == 1 or self.term is None:
+            return ()
+        return self.attempt, self.term, self.generation
 
     @property
     def on_one_node(self) -> bool:
@@ -202,7 +204,7 @@ def _attempt(env: Mapping[str, str]) -> dict[str, Any]:
         "supervised": _SUPERVISED in env,
         "launch_id": _launch_id(env),
         "launchers": _integer(env, "GROUP_WORLD_SIZE", 1),
-        "term": _integer(env, "PHALANX_TERM", 0),
+        "term": _integer(env, "PHALANX_TERM", 0) if "PHALANX_TERM" in env else None,
         "generation": _integer(env, "PHALANX_GENERATION", 0),
         "failures": _integer(env, "PHALANX_FAILURES", _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)),
         "planned": _integer(env, "PHALANX_PLANNED_RANKS", 0),

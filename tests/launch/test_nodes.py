@@ -133,8 +133,8 @@ def test_the_first_failure_questions_and_the_end_reach_all_machines():
     machines = Machines(2)
     machines.gather(0, 1)
     machines.groups[1].post(ALL, {"question": 7})
-    assert machines.await_news(0, "question")["own"] is False
-    assert machines.await_news(1, "question")["own"] is True
+    assert machines.await_news(0, "question")["is_ours"] is False
+    assert machines.await_news(1, "question")["is_ours"] is True
     machines.groups[0].post("00001", {"answer": {"number": 7}})
     machines.groups[0].post("00002", {"answer": {"number": 7}})
     assert machines.await_news(1, "answer")["answer"] == {"number": 7}
