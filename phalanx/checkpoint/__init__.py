@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx.checkpoint.differences import StateDifference, compare
     from phalanx.checkpoint.find import Checkpoint, Choice, choose, find_best, list_checkpoints, read_index, verify
     from phalanx.checkpoint.keep import keep_newest
-    from phalanx.checkpoint.lock import RunLock, pass_fence
+    from phalanx.checkpoint.lock import RunLock
     from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
     from phalanx.checkpoint.read import (
         LoadedState,
@@ -45,7 +45,7 @@ _NAMES = {
     ".differences": "StateDifference compare",
     ".find": "Checkpoint Choice choose find_best list_checkpoints read_index verify",
     ".keep": "keep_newest",
-    ".lock": "RunLock pass_fence",
+    ".lock": "RunLock",
     ".manifest": "Manifest SavedCheckpoint Snapshot TensorInfo read_manifest",
     ".storage": "check_writable",
     ".read": "LoadedState compare_model entries load load_newest read_tensors stored_tensors",
@@ -79,7 +79,6 @@ __all__ = [
     "load",
     "load_newest",
     "mark_best",
-    "pass_fence",
     "read_index",
     "read_manifest",
     "read_tensors",

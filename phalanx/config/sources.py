@@ -26,8 +26,8 @@ _LIMITS = ("epochs", "max_steps")
 NOT_SETTINGS = {
     *("ALL_TESTS", "CONTROL_FD", "ENGINE", "EVENTS_FD", "FAILURES", "FAULTS", "FAULTS_LINK", "FAULTS_OBJECTS"),
     *("FAULTS_RUN", "GENERATION", "HEARTBEATS", "JOB_FOLDER", "JOB_SECRET", "JOINS_LATE", "LAUNCHED_AT"),
-    *("LOG_DIR", "PLANNED_RANKS", "PRELOAD", "RAY_FORK_SERVER", "RUN_ID", "SLOT", "SWITCH", "TF_ROLES", "TRIAL"),
-    *("TRIAL_CONTROL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
+    *("LOG_DIR", "PLANNED_RANKS", "PRELOAD", "RAY_FORK_SERVER", "RUN_ID", "SLOT", "SWITCH", "TERM", "TF_ROLES"),
+    *("TRIAL", "TRIAL_CONTROL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
 }
 """The variables that launchers and engines set for their ranks, without the prefix."""
 _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")

@@ -7,6 +7,7 @@ from typing import Any
 
 from phalanx import checkpoint
 from phalanx.checkpoint.collectives import from_rank_zero
+from phalanx.checkpoint.lock import pass_fence
 from phalanx.errors import NonFiniteLossError
 from phalanx.features import feature
 from phalanx.host.remote import as_path
@@ -117,7 +118,7 @@ class CheckpointWriter:
         state = None
         env = self._formation.world.env
         if self._policy.directory is not None and self._formation.is_main and self._policy.directory.exists():
-            with checkpoint.pass_fence(self._policy.directory, self._formation.run_id, env.group):
+            with pass_fence(self._policy.directory, self._formation.run_id, env.group):
                 pass  # from now on no earlier group of this run publishes here
         if restarted := env.attempt + env.generation > 0 and self._policy.directory is not None:
             assert self._policy.directory is not None

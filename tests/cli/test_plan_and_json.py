@@ -68,7 +68,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(monkeypatch):
     answer = phalanx("train", "llama", "--num-gpus", 8, "--dry-run")
     assert answer.code == 0
     assert "8 ranks on cuda" in answer.out
-    assert "a run needs 8 GPUs on a machine; this one has 0" in answer.out
+    assert "a run needs 8 GPUs on a node; this one has 0" in answer.out
     assert ["compile", "True", "recipe", "llama"] in [line.split() for line in answer.out.splitlines()]
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
+from waiting import until
 
 import phalanx
 from phalanx import checkpoint
@@ -298,15 +299,23 @@ def test_a_rank_that_is_lost_after_the_last_step_costs_nothing(tmp_path, moment,
 
 
 class LosesRankInTryOut(Rows):
-    """Kills rank 1 once, when the validation data is tried out before the first step: no state is kept yet."""
+    """Kills rank 1 once, when the validation data is tried out before the first step: no state is kept yet.
+
+    Both ranks have joined then, and the launcher has heard of it: a loss before that restarts all.
+    """
 
     def __init__(self, mark: Path) -> None:
         super().__init__(16)
         self.mark = mark
 
     def __getitem__(self, index: int):
+        other = self.mark.with_name("rank-0-is-there")
+        if os.environ["RANK"] == "0" and not other.exists():
+            other.touch()
         if os.environ["RANK"] == "1" and not self.mark.exists():
             self.mark.touch()
+            until(other.exists)
+            time.sleep(1.0)  # the launcher reads what rank 0 has sent before
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
