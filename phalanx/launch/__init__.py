@@ -11,8 +11,8 @@ The flow of one launch:
    output (`output`: pipes or a terminal for the console's rank, a file for the others) and, when an exception ends it,
    an error record (`error_file`).
 5. The attempt's event loop (`launcher_loop`) waits for exits, events, output, signals and `watches`. When a rank
-   fails, `inquiry` and `diagnosis` find the guilty one, the others are stopped, and `failure` writes the report.
-   In an elastic run (`elastic`) the `leader` of all launchers replaces the rank instead (`membership`, `group_state`).
+   fails, `phalanx.diagnosis` finds the guilty one, the others are stopped, and `failure` writes the report.
+   If lost ranks are replaced, `phalanx.recovery` decides about the rank instead, and `membership` about nodes.
 6. When the supervisor has ended for any reason, the fork server kills what is left.
 """
 
