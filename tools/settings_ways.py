@@ -175,7 +175,7 @@ def refusal(name: str, way: str) -> str | None:
     given = {**companions(name), name: changed(name), **{k: v for k, v in WAYS[way].items() if k != name}}
     try:
         if way == "own loop":
-            refuse_in_loop({name: given[name]})
+            refuse_in_loop([name])
         if way == "script" and (text := unused_by_script([name], SCRIPT, "pytorch-ddp").get(name)):
             return text
         resolve(given, environ={})

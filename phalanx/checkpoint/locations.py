@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.checkpoint.remote import RemoteStorage
 from phalanx.checkpoint.storage import Storage
 from phalanx.host.remote import RemotePath, as_path
 
@@ -14,6 +13,8 @@ def storage_at(directory: Path | str) -> Storage:
     path = as_path(directory)
     if not isinstance(path, RemotePath):
         return Storage(path)
+    from phalanx.checkpoint.remote import RemoteStorage  # most runs save in a folder
+
     return RemoteStorage(path)
 
 

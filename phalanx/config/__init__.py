@@ -15,6 +15,7 @@ from phalanx.config.settings import FIELDS, GROUPS
 from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from phalanx.config.aliases import given_names
     from phalanx.config.sources import ResolvedConfig, read_settings, resolve
 
 __all__ = [
@@ -23,10 +24,11 @@ __all__ = [
     "GROUPS",
     "DistributedConfig",
     "ResolvedConfig",
+    "given_names",
     "parse_text",
     "read_settings",
     "resolve",
     "write_toml",
 ]
 
-__getattr__ = lazy_names(__name__, {".sources": "ResolvedConfig read_settings resolve"})
+__getattr__ = lazy_names(__name__, {".aliases": "given_names", ".sources": "ResolvedConfig read_settings resolve"})

@@ -27,7 +27,7 @@ class DistributedConfig(Settings):
     """All settings of a run. Building one checks every value and reports all mistakes at once."""
 
     def __init__(self, **values: Unpack[AllSettings]) -> None:
-        from phalanx.config.checking import check
+        from phalanx.config.checking import check  # all rules: a rank's config is `trusted`
 
         complete, mistakes = check(values)
         if mistakes:
@@ -58,7 +58,7 @@ class DistributedConfig(Settings):
         """
         if self.backend not in BACKENDS or not BACKENDS[self.backend].engine:
             return {}  # only the rules of engines name such settings
-        from phalanx.config.rules import engine_rules
+        from phalanx.config.rules import engine_rules  # runs without an engine load no rules in their ranks
 
         pairs_of_engines = [
             rules.unused(self) for rules in engine_rules({"backend": self.backend}) if hasattr(rules, "unused")
@@ -72,7 +72,7 @@ class DistributedConfig(Settings):
         values = ", ".join(f"{name} = {getattr(self, name)!r}" for name in unused)
         if not unused:
             return ""
-        from phalanx.config.rules import engine_rules
+        from phalanx.config.rules import engine_rules  # likewise
 
         engines = [rules for rules in engine_rules({"backend": self.backend}) if hasattr(rules, "instead")]
         instead = "".join(rules.instead(self, unused) for rules in engines)
@@ -80,7 +80,7 @@ class DistributedConfig(Settings):
 
     def refuse_unused(self, settings: Mapping[str, Any]) -> None:
         """Raise for settings given to this backend that it would ignore."""
-        from phalanx.config.aliases import rename
+        from phalanx.config.aliases import rename  # ranks, whose settings are checked, know no other spellings
 
         named = rename(settings)[0]
         refused = [text for name, text in self.unused.items() if name in named]
@@ -97,8 +97,7 @@ class DistributedConfig(Settings):
 
     def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""
-        from phalanx.config.aliases import rename
-        from phalanx.config.merging import merge
+        from phalanx.config.aliases import merge, rename  # in the process that a user writes in
 
         renamed, mistakes = rename(changes)
         if mistakes:

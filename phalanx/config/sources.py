@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.config.aliases import NAMES, rename
+from phalanx.config.aliases import NAMES, merge, rename
 from phalanx.config.backend_rules import missing_engine
 from phalanx.config.checking import check, translate, unknown_field
 from phalanx.config.distributed import RECORD_HEADER, DistributedConfig
-from phalanx.config.merging import merge
 from phalanx.config.names import like
 from phalanx.config.option import kinds, parse_text, takes_table
 from phalanx.config.rank_counts import RANK_COUNTS, ranges

@@ -9,9 +9,7 @@ user's code. For a script, `phalanx train` itself uses those of the command; the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
-from phalanx.config.aliases import rename
 from phalanx.config.settings import ENV_PREFIX, FIELDS, Settings
 from phalanx.errors import UsageError
 
@@ -47,17 +45,9 @@ def in_loop(name: str) -> str:
     return _NOT_REPLACED
 
 
-def given_names(settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings that are given, by whatever spelling, and are not at their defaults."""
-    values, _ = rename(settings)
-    named = [name for name, value in values.items() if name in FIELDS and value != FIELDS[name].default]
-    counted = ["num_workers"] if any(values.get(name) is not None for name in ("num_gpus", "gpus_per_node")) else []
-    return list(dict.fromkeys([*named, *counted]))
-
-
-def refuse_in_loop(settings: Mapping[str, Any]) -> None:
+def refuse_in_loop(given: Iterable[str]) -> None:
     """Raise for settings that are given to a `Formation` and would have no effect there."""
-    unused = [name for name in given_names(settings) if not counts(name, LOOP)]
+    unused = [name for name in given if not counts(name, LOOP)]
     if not unused:
         return
     of_command = [name for name in unused if not counts(name, {"trainer"})]

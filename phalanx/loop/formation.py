@@ -83,7 +83,11 @@ class Formation:
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
         if settings:
-            refuse_in_loop(settings)
+            from phalanx.config import (
+                given_names,  # with all spellings, which a rank with a checked config does not need
+            )
+
+            refuse_in_loop(given_names(settings))
         if config is None:
             from phalanx.config import resolve  # with all rules, which a rank with a checked config does not need
 

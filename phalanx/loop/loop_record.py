@@ -18,17 +18,14 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.config.ways import loop_note
 from phalanx.data.order import BatchSplit
-from phalanx.loop.recorders import open_sinks, own_run_dir
-from phalanx.loop.reporting import Reporter
 from phalanx.loop.step_info import StepInfo
 from phalanx.loop.values import OWN_CURVES, VAL, Values, checked, checked_step, reduced
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.heartbeat import current as current_heartbeat
-from phalanx.observe.run_folder import make_run_dir
-from phalanx.observe.sinks import EventStream
 
 if TYPE_CHECKING:
     from phalanx.loop.formation_state import FormationState
+    from phalanx.loop.reporting import Reporter
 
 NOT_RECORDED = (
     "log: nothing is recorded. Start the script with phalanx train --script, or give Formation(run_dir=...) or "
@@ -91,6 +88,12 @@ class LoopRecord:
 
     def _open(self) -> Reporter:
         """Open the record; values that were logged before go into it."""
+        # Many loops have no place for a record, and do not load this.
+        from phalanx.loop.recorders import open_sinks, own_run_dir
+        from phalanx.loop.reporting import Reporter
+        from phalanx.observe.run_folder import make_run_dir
+        from phalanx.observe.sinks import EventStream
+
         formation = self._formation
         config, loaders = formation.config, formation.loaders
         name = config.name or Path(sys.argv[0] if sys.argv else "").stem or "loop"

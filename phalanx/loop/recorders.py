@@ -13,7 +13,6 @@ import torch.distributed as dist
 from phalanx.config import DistributedConfig, write_toml
 from phalanx.config.distributed import RECORD_HEADER
 from phalanx.features import feature
-from phalanx.observe.console import Console
 from phalanx.observe.events import Message
 from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.run_folder import note_written
@@ -72,6 +71,8 @@ def open_sinks(config: DistributedConfig, run_dir: Path, *, console: bool = True
     if to_launcher is not None:
         sinks.append(to_launcher)
     elif console:
+        from phalanx.observe.console import Console  # the launcher has it, if there is one
+
         sinks.append(Console(progress=config.progress, verbosity=config.verbosity))
         if config.metrics_address is not None:
             served = feature("metrics")(run_dir.name, None, config.metrics_address)

@@ -17,7 +17,6 @@ from phalanx.errors import PreemptedError
 from phalanx.host.processes import stop_reason
 from phalanx.loop.best import MetricWatch
 from phalanx.loop.preemption import StopNotices
-from phalanx.loop.tuning_trial import EpochControl
 from phalanx.observe.format import duration
 from phalanx.observe.guard import say_to_user
 from phalanx.world.abort import raise_if_aborted
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from phalanx.loop.formation import Formation
+    from phalanx.loop.tuning_trial import EpochControl
 
 _READ_EVERY_SECONDS = 0.25
 _MEASURED_STEPS = 8
@@ -182,6 +182,8 @@ class RunControl:
     def _trial_control(self) -> EpochControl | None:
         if "PHALANX_TRIAL_CONTROL" not in os.environ:
             return None
+        from phalanx.loop.tuning_trial import EpochControl  # only trials of a search need it
+
         world = self._formation.world
         return EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
 

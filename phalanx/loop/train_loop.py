@@ -6,18 +6,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint import collectives
 from phalanx.config import DistributedConfig
 from phalanx.features import feature
 from phalanx.loop.checkpoint_policy import CheckpointPolicy
-from phalanx.loop.checks import RankChecks
 from phalanx.loop.evaluate import Evaluation, begin_training, validation_loader
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.hooks import Hooks
-from phalanx.loop.last_finite import LastFinite
 from phalanx.loop.loss_log import Losses
 from phalanx.loop.optim import OptimizerSettings
 from phalanx.loop.reporting import Reporter
@@ -32,6 +30,9 @@ from phalanx.loop.values import Values, checked_step, enter_loop, leave_loop, ne
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
+
+if TYPE_CHECKING:
+    from phalanx.loop.checks import RankChecks
 
 
 class TrainLoop:
@@ -160,6 +161,8 @@ class TrainLoop:
             ending.reason = "nothing was left to train"
         self.control.begin(self.report.say)
         if self.saving.gives_back and self.config.on_nonfinite == "stop":
+            from phalanx.loop.last_finite import LastFinite  # only in the process that holds the user's model
+
             last_finite = LastFinite(self.formation.unwrap(self.model), self.formation.optimizers)
             last_finite.keep(self.step)
             self.state.last_finite = last_finite
@@ -433,6 +436,8 @@ def _make_checks(formation: Formation, model: Any, events: EventStream) -> RankC
     config = formation.config
     if formation.world_size == 1 or (config.check_replicas_every or config.straggler_factor) is None:
         return None
+    from phalanx.loop.checks import RankChecks  # few runs ask for them
+
     return RankChecks(formation, model, events.emit)
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx.config.names import like_option
 from phalanx.errors import UsageError, unknown_name
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -114,6 +113,8 @@ def import_path_of(value: Any, part: str) -> str:
 
 def unknown_option(owner: str, option: str, allowed: Sequence[str]) -> UsageError:
     """Return the error about an unknown option, with the name that was meant."""
+    from phalanx.config.names import like_option  # ranks, whose recipes are correct, need no guesses
+
     return UsageError(unknown_name("option", option, allowed, of=owner, close=like_option(option, allowed)))
 
 

@@ -19,7 +19,6 @@ from phalanx.engine import engines_here
 from phalanx.errors import PhalanxError, PreemptedError
 from phalanx.features import feature
 from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
-from phalanx.loop.faults import OBJECTS, FaultPlan
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
@@ -42,6 +41,7 @@ from phalanx.strategies.optimizer_state import named_groups
 from phalanx.world.world import World
 
 if TYPE_CHECKING:
+    from phalanx.loop.faults import FaultPlan
     from phalanx.loop.survival import Survival
 
 
@@ -258,6 +258,8 @@ def _fault_plan(job: Job, formation: Formation) -> FaultPlan | None:
     """Return the faults that the environment asks for, if any."""
     if not any(name.startswith("PHALANX_FAULTS") for name in os.environ):
         return None
+    from phalanx.loop.faults import OBJECTS, FaultPlan  # only tests of recovery ask for faults
+
     if os.environ.get(OBJECTS):
         add_objects(job.task, job.config, formation.device)
     return FaultPlan.from_environment()

@@ -133,7 +133,8 @@ def recipe_target(recipe: Recipe, config: DistributedConfig, run_dir: Path, fold
 
 def given_settings(resolved: ResolvedConfig, config: DistributedConfig) -> dict[str, Any]:
     """Return the settings that some source set, with the config's values."""
-    return {name: getattr(config, name) for name in FIELDS if name in resolved.given}
+    given = resolved.given
+    return {name: getattr(config, name) for name in FIELDS if name in given}
 
 
 def settings_environment(settings: Mapping[str, Any]) -> dict[str, str]:

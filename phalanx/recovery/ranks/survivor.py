@@ -21,6 +21,7 @@ from torch import nn
 from phalanx.checkpoint.collectives import gather_to_all
 from phalanx.errors import CheckpointError, CommunicationError
 from phalanx.host.processes import STOPS
+from phalanx.loop.checks import compare_ranks
 from phalanx.loop.hooks import Callback
 from phalanx.loop.run_state import RunState, StepBoundary, capture, restore
 from phalanx.loop.step_info import StepInfo
@@ -236,7 +237,7 @@ class ElasticSurvivor(Survivor):
     def _with_neighbours(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:
         """Keep shards in the memory of other ranks; return what restores them, else a checkpoint."""
         if self._neighbours is None:
-            from phalanx.recovery.ranks.neighbours import Neighbours
+            from phalanx.recovery.ranks.neighbours import Neighbours  # only sharded runs keep their state so
 
             self._neighbours = Neighbours(loop.config.memory_frequency)
         neighbours = self._neighbours
@@ -305,8 +306,6 @@ class _ReportRecovery(Callback):
         """Compare the ranks and report, once."""
         if info.step == self._first + 1:
             self._emit(trainer)
-            from phalanx.loop.checks import compare_ranks
-
             compare_ranks(trainer.formation, trainer.model)
 
     def on_fit_end(self, trainer: RunningTrainer) -> None:
