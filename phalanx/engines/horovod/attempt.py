@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.diagnosis import Evidence
-from phalanx.engines.horovod.rank import ENDED, STARTED
+from phalanx.engines.horovod.entry_point import ENDED, STARTED
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.processes import SignalInbox, is_same_user, send_signal
 from phalanx.launch.environment import NodeInfo

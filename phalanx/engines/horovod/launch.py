@@ -17,7 +17,7 @@ from phalanx.config.option import options_of
 from phalanx.config.settings import Host, parse_hosts
 from phalanx.engines.horovod.attempt import HorovodAttempt
 from phalanx.engines.horovod.declaration import HorovodSettings
-from phalanx.engines.horovod.rank import network
+from phalanx.engines.horovod.entry_point import network
 from phalanx.errors import UsageError
 from phalanx.host.processes import SignalInbox, own_python
 from phalanx.launch.environment import shared_environment, threads_per_rank
@@ -82,7 +82,7 @@ class HorovodRun:
             "loopback": loopback and self.elastic,  # ranks open servers of Horovod only in elastic runs
         }
         driver = own_python(f"from phalanx.engines.horovod.driver import main; main({os.getpid()}, {loopback})", *words)
-        return [*driver, *own_python("from phalanx.engines.horovod.rank import main; main()", json.dumps(request))]
+        return [*driver, *own_python("from phalanx.engines.horovod.entry_point import main; main()", json.dumps(request))]
 
     def _environment(self, spec: LaunchSpec, hosts: Sequence[Host], attempt: int) -> dict[str, str]:
         shared = shared_environment(spec)

@@ -12,7 +12,7 @@ import uuid
 import pytest
 from command import clean_environment, end, write_script
 
-from phalanx.engines.horovod.rank import STARTED, network
+from phalanx.engines.horovod.entry_point import STARTED, network
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def begin(folder, name, where, program):
     request = {"target": target, "path": [], "log_dir": str(folder / "logs"), "events": name, "network": where}
     request["loopback"] = False
     return subprocess.Popen(
-        [sys.executable, "-c", "from phalanx.engines.horovod.rank import main; main()", json.dumps(request)],
+        [sys.executable, "-c", "from phalanx.engines.horovod.entry_point import main; main()", json.dumps(request)],
         env=clean_environment(OMPI_COMM_WORLD_RANK="0"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
