@@ -25,8 +25,8 @@ import phalanx
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.topology import measure_links
 from phalanx.errors import PhalanxError
+from phalanx.tools.bench.comm.measure import measure_rows
 from phalanx.tools.bench.comm.plan import BenchPlan, parse_algorithms, parse_sizes
-from phalanx.tools.bench.comm.rank import measure_rows
 from phalanx.tools.bench.comm.report import HEADER, side_by_side
 
 

@@ -82,7 +82,8 @@ class HorovodRun:
             "loopback": loopback and self.elastic,  # ranks open servers of Horovod only in elastic runs
         }
         driver = own_python(f"from phalanx.engines.horovod.driver import main; main({os.getpid()}, {loopback})", *words)
-        return [*driver, *own_python("from phalanx.engines.horovod.entry_point import main; main()", json.dumps(request))]
+        rank = own_python("from phalanx.engines.horovod.entry_point import main; main()", json.dumps(request))
+        return [*driver, *rank]
 
     def _environment(self, spec: LaunchSpec, hosts: Sequence[Host], attempt: int) -> dict[str, str]:
         shared = shared_environment(spec)

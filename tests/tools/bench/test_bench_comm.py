@@ -54,18 +54,18 @@ def test_wrong_elements_are_counted():
     """The check itself: what comes out must be compared with what should."""
     import torch
 
-    from phalanx.tools.bench.comm import rank
+    from phalanx.tools.bench.comm import measure
+    from phalanx.tools.bench.comm.measure import Case, sample
     from phalanx.tools.bench.comm.plan import BenchPlan
-    from phalanx.tools.bench.comm.rank import Case, sample
 
     class Alone:
         rank, size = 0, 2
 
     plan = BenchPlan(op="all_reduce", algos=(), sizes=())
     right = sample(0, 6, "float32") + sample(1, 6, "float32")
-    assert rank._count_wrong(Case(lambda given: right), torch.empty(6), plan, 6, Alone()) == 0
-    assert rank._count_wrong(Case(lambda given: given), torch.empty(6), plan, 6, Alone()) == 6
-    assert rank._count_wrong(Case(lambda given: None), torch.empty(6), plan, 6, Alone()) == 6
+    assert measure._count_wrong(Case(lambda given: right), torch.empty(6), plan, 6, Alone()) == 0
+    assert measure._count_wrong(Case(lambda given: given), torch.empty(6), plan, 6, Alone()) == 6
+    assert measure._count_wrong(Case(lambda given: None), torch.empty(6), plan, 6, Alone()) == 6
 
 
 def test_links_as_tables_and_heat_map(tmp_path):

@@ -29,7 +29,7 @@ def run_bench(
     """
     started = read_rank_env()
     if started is not None:
-        from phalanx.tools.bench.comm.rank import leave_group, measure  # with torch
+        from phalanx.tools.bench.comm.measure import leave_group, measure  # with torch
 
         export_rank_env(started)
         os.environ.update(card_environment(started))
@@ -40,7 +40,7 @@ def run_bench(
         raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")
     with scratch_folder("bench") as folder:
         (folder / PLAN_FILE).write_text(plan.to_json())
-        target = CallTarget("phalanx.tools.bench.comm.rank:run_plan", str(folder))
+        target = CallTarget("phalanx.tools.bench.comm.measure:run_plan", str(folder))
         spec = LaunchSpec(
             target=target,
             ranks_per_node=ranks,
