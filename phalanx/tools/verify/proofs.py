@@ -23,9 +23,9 @@ from phalanx.reliability import Fault
 from phalanx.run.record import log_folder
 from phalanx.run.spec import launch_spec
 from phalanx.run.start import run_on_ranks, write_payload
+from phalanx.tools.verify.execute import LOOPS, Run, VerifyRequest, loops_for, read_recording
 from phalanx.tools.verify.faults import PlannedFaults
 from phalanx.tools.verify.probe import FLOAT32, Recording, compare, limits_of, same_bits
-from phalanx.tools.verify.rank import LOOPS, Run, VerifyRequest, loops_for, read_recording
 from phalanx.tools.verify.subject import GivenSubject, Subject, default_settings
 from phalanx.tools.verify.verdict import MEASURES, Comparison, Verdict
 from phalanx.world.env import read_rank_env
@@ -274,7 +274,7 @@ class Proof:
         placed = [dataclasses.replace(run, config=run.config.with_trusted(device=layout.device)) for run in runs]
         payload = self._folder / f"{runs[0].name}.pkl"
         write_payload(VerifyRequest(self.subject, placed), payload)
-        target = CallTarget("phalanx.tools.verify.rank:run_request", str(payload))
+        target = CallTarget("phalanx.tools.verify.execute:run_request", str(payload))
         self._launches += 1
         title = f"part {self._launches} of {_PARTS}: {', '.join(run.name for run in runs)} on {layout.ranks}"
         with log_folder(None) as logs, _shown(title, enabled=self._progress):
