@@ -290,10 +290,10 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing(launch_script):
 
 
 def fall_back() -> tuple[list[str], list[float]]:
-    from phalanx.comm.shm import group as group_module
+    from phalanx.comm.shm import shared_group
 
     register_backend()
-    group_module.HALF = 1 << 44  # more than any /dev/shm has
+    shared_group.HALF = 1 << 44  # more than any /dev/shm has
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         group = dist.new_group(backend="phalanx")

@@ -8,8 +8,8 @@ import torch
 
 from phalanx.comm.exchange import Exchange
 from phalanx.comm.shm.barrier import has_futexes
-from phalanx.comm.shm.group import SharedGroup
 from phalanx.comm.shm.pages import AllGatherText, machine_id
+from phalanx.comm.shm.shared_group import SharedGroup
 from phalanx.errors import SharedMemoryUnavailable
 
 __all__ = ["SharedExchange", "SharedGroup", "on_one_machine", "share_gradients", "share_memory"]
