@@ -18,8 +18,8 @@ from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.engines.parameter_server.client import ParameterClient
 from phalanx.engines.parameter_server.gradients import VALUE
-from phalanx.engines.parameter_server.group import LAST_SECONDS, ServerGroup, barrier
 from phalanx.engines.parameter_server.placement import plan_placement
+from phalanx.engines.parameter_server.servers import LAST_SECONDS, ServerGroup, barrier
 from phalanx.engines.parameter_server.state import plain_settings
 from phalanx.errors import UsageError, frozen_later
 from phalanx.observe.events import ServersReported

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.engines.parameter_server.group import owner
 from phalanx.engines.parameter_server.placement import Piece, Placement, plan_placement, rebalance, spread
+from phalanx.engines.parameter_server.servers import owner
 from phalanx.errors import UsageError
 
 
