@@ -16,7 +16,7 @@ from phalanx.run.record import TEXT_FILES
 from phalanx.zoo.data.chat_template import PLAIN, read_template
 from phalanx.zoo.data.token_shards import read_tokenizer
 from phalanx.zoo.models.hf import save_pretrained
-from phalanx.zoo.models.hf.files import end_tokens_of, read_json
+from phalanx.zoo.models.hf.model_folder import end_tokens_of, read_json
 from phalanx.zoo.token_data import read_token_manifest
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"

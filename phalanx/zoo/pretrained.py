@@ -21,7 +21,7 @@ from phalanx.run.stored import StoredRun
 from phalanx.run.weights import load_weights, read_weights
 from phalanx.zoo.data import takes
 from phalanx.zoo.models.hf import new_like
-from phalanx.zoo.models.hf.files import CONFIG
+from phalanx.zoo.models.hf.model_folder import CONFIG
 from phalanx.zoo.models.registry import build, module_of
 
 _OWN = ("task", "classes", "dropout")

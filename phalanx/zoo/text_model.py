@@ -22,7 +22,7 @@ from phalanx.zoo.data.tables import read_tokenizer
 from phalanx.zoo.models.decoder import Decoder
 from phalanx.zoo.models.generation import Sampling
 from phalanx.zoo.models.hf import load_pretrained
-from phalanx.zoo.models.hf.files import end_tokens_of, read_json
+from phalanx.zoo.models.hf.model_folder import end_tokens_of, read_json
 from phalanx.zoo.recipe import TextCode, printable
 from phalanx.zoo.saved_run import SavedRun, load_run
 from phalanx.zoo.t5_tokens import T5_END, T5_PAD

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import ModelError, UsageError, a_type, unknown_name
 from phalanx.zoo.models.hf.encoders import BERT, T5_LAYOUT
-from phalanx.zoo.models.hf.files import (
+from phalanx.zoo.models.hf.mapping import GPT2, LLAMA, HFMapping, TensorRule
+from phalanx.zoo.models.hf.model_folder import (
     CONFIG,
     INDEX,
     SINGLE,
@@ -24,7 +25,6 @@ from phalanx.zoo.models.hf.files import (
     read_tensors,
     write_folder,
 )
-from phalanx.zoo.models.hf.mapping import GPT2, LLAMA, HFMapping, TensorRule
 from phalanx.zoo.models.lora import adapters
 
 LAYOUTS = {layout.model_type: layout for layout in (GPT2, LLAMA, BERT, T5_LAYOUT)}

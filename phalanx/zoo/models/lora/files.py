@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from phalanx.errors import CheckpointError, ModelError, nearest
-from phalanx.zoo.models.hf.files import read_json
+from phalanx.zoo.models.hf.model_folder import read_json
 from phalanx.zoo.models.lora import Adapter, adapters, add_adapters, is_transposed, linear_layers
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
