@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phalanx.tools.tune.tuner import DistributedTuner
     from phalanx.tools.verify.proofs import verify
     from phalanx.zoo.models.lora import lora, merge_lora, remove_lora, unmerge_lora
-    from phalanx.zoo.models.lora.files import load_adapter, save_adapter
+    from phalanx.zoo.models.lora.peft import load_adapter, save_adapter
     from phalanx.zoo.saved_run import load_run
 
 
@@ -76,7 +76,7 @@ _NAMES = {
     "phalanx.loop.step_info": "StepInfo",
     "phalanx.loop.script": "log",
     "phalanx.zoo.models.lora": "lora merge_lora remove_lora unmerge_lora",
-    "phalanx.zoo.models.lora.files": "load_adapter save_adapter",
+    "phalanx.zoo.models.lora.peft": "load_adapter save_adapter",
     "phalanx.observe.history": "History",
     "phalanx.tools.plan": "plan",
     "phalanx.tools.profile.timers": "PerformanceMonitor",
