@@ -33,7 +33,7 @@ FEATURES = {
     "step-profile": "phalanx.tools.profile.record:StepProfile",
     "token-recipe": "phalanx.zoo.token_data:fitted_to_tokens",
     "trackers": "phalanx.trackers:open_trackers",
-    "execute-proof": "phalanx.tools.verify.execute:run_request",
+    "verify-rank": "phalanx.tools.verify.execute:run_request",
     "why-no-fp8": "phalanx.speed:why_no_fp8",
 }
 """`module:function`, or a module."""
