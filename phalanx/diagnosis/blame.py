@@ -61,11 +61,11 @@ def find_blame(ranks: Sequence[RankCalls]) -> Blame | None:
         return min(mismatches, key=lambda mismatch: mismatch.since)
     # Where every call has been entered, the GPU may not have come to the later ones: it runs them in their order.
     return _find_missing(by_rank, groups) or _find_missing(
-        by_rank, _by_group([_without_queued(calls_of_rank) for calls_of_rank in ranks])
+        by_rank, _by_group([_drop_queued(calls_of_rank) for calls_of_rank in ranks])
     )
 
 
-def _without_queued(rank: RankCalls) -> RankCalls:
+def _drop_queued(rank: RankCalls) -> RankCalls:
     """Leave out the calls that a rank has made after the first one that has not ended."""
     first = min((call.began for call in rank.calls if not call.done), default=math.inf)
     return dataclasses.replace(rank, calls=tuple(call for call in rank.calls if call.done or call.began <= first))
@@ -88,14 +88,14 @@ def _by_group(ranks: Sequence[RankCalls]) -> dict[Key, dict[int, dict[int, Call]
 
 def _find_mismatch(by_rank: Mapping[int, RankCalls], key: Key, calls: Calls) -> Blame | None:
     """Return who called another collective first in a group: the smaller part of the ranks."""
-    with_calls = {rank: numbered for rank, numbered in calls.items() if numbered}
-    is_pair = any(call.peer is not None for numbered in with_calls.values() for call in numbered.values())
+    with_calls = {rank: by_number for rank, by_number in calls.items() if by_number}
+    is_pair = any(call.peer is not None for by_number in with_calls.values() for call in by_number.values())
     if len(with_calls) < 2 or is_pair:  # one rank sends, the other receives: in any shape of that many bytes
         return None
-    last = {rank: max(numbered) for rank, numbered in with_calls.items()}
-    begin = max(min(numbered) for numbered in with_calls.values())
+    last = {rank: max(by_number) for rank, by_number in with_calls.items()}
+    begin = max(min(by_number) for by_number in with_calls.values())
     for number in range(begin, sorted(last.values())[-2] + 1):
-        there = {rank: numbered[number] for rank, numbered in with_calls.items() if number in numbered}
+        there = {rank: by_number[number] for rank, by_number in with_calls.items() if number in by_number}
         is_end = any(last[rank] == number for rank in there)
         kinds = {rank: _kind(call, exact=is_end) for rank, call in there.items()}
         if len(set(kinds.values())) > 1:
@@ -122,19 +122,19 @@ def _explain_mismatch(
     guilty = max(there, key=doubt)
     guilty_call = there[guilty]
     usual = min(there, key=doubt)
-    others = [rank for rank in there if kinds[rank] == kinds[usual]]
+    peers = [rank for rank in there if kinds[rank] == kinds[usual]]
     right = there[usual]
-    cause = _difference(guilty_call, right, others, skipped=_followed(calls[usual], right, guilty_call))
-    rest = [rank for rank in there if rank != guilty and rank not in others]
-    lines = [f"rank {rank} called {there[rank].text} at {there[rank].where}" for rank in rest[:_LISTED]]
+    cause = _difference(guilty_call, right, peers, skips=_comes_later(calls[usual], right, guilty_call))
+    remaining = [rank for rank in there if rank != guilty and rank not in peers]
+    lines = [f"rank {rank} called {there[rank].text} at {there[rank].where}" for rank in remaining[:_LISTED]]
     return Blame(guilty, cause, tuple(lines), min(call.began for call in there.values()))
 
 
-def _difference(call: Call, right: Call, others: Sequence[int], *, skipped: bool) -> str:
+def _difference(call: Call, right: Call, peers: Sequence[int], *, skips: bool) -> str:
     """Say how a call differs from that of the other ranks."""
-    them = f"{ranks_text(others)} called"
-    if skipped and call.where != right.where:
-        entered = f"{_numbered(right)} that {ranks_text(others)} entered at {right.where}"
+    them = f"{ranks_text(peers)} called"
+    if skips and call.where != right.where:
+        entered = f"{_name_of(right)} that {ranks_text(peers)} entered at {right.where}"
         return f"never entered {entered}; it went on to {call.text} at {call.where}"
     if call.op == right.op and call.detail != right.detail:
         return (
@@ -144,7 +144,7 @@ def _difference(call: Call, right: Call, others: Sequence[int], *, skipped: bool
     return f"called {call.text} at {call.where} as #{call.number}, where {them} {right.text} at {right.where}"
 
 
-def _numbered(call: Call) -> str:
+def _name_of(call: Call) -> str:
     bucket = f" (bucket {call.bucket})" if call.bucket else ""
     return f"{call.op} #{call.number}{bucket}" + (f" of {call.detail}" if call.detail else "")
 
@@ -153,7 +153,7 @@ def _identity(call: Call) -> tuple[str, str, str]:
     return call.op, call.detail, call.where
 
 
-def _followed(calls: Mapping[int, Call], first: Call, second: Call) -> bool:
+def _comes_later(calls: Mapping[int, Call], first: Call, second: Call) -> bool:
     """Whether a call like `second` came right after one like `first` before: then `first` was left out now."""
     pairs = ((calls[n], calls.get(n + 1)) for n in calls if n + 1 < first.number)
     return any(
@@ -194,22 +194,22 @@ def _find_missing(
     if guilty in by_rank and by_rank[guilty].aborted:
         for rank in entered:
             if (other := _has_changed(by_rank[rank].calls, call.group, call.number)) is not None:
-                cause = f"called {_numbered(other)} at {other.where}, unlike before; rank {guilty} aborted in it"
+                cause = f"called {_name_of(other)} at {other.where}, unlike before; rank {guilty} aborted in it"
                 return Blame(rank, cause, since=call.began)
     return Blame(guilty, _absence(call, entered, by_rank.get(guilty)), _bystanders(guilty, idle, by_rank), call.began)
 
 
 def _waits(by_rank: Mapping[int, RankCalls], key: Key, calls: Calls) -> list[Wait]:
     """Return the call in which some ranks of a group wait."""
-    last = {rank: max(numbered, default=0) for rank, numbered in calls.items()}
-    pending = {number for rank, numbered in calls.items() for number in _pending(by_rank[rank], numbered, last[rank])}
+    last = {rank: max(by_number, default=0) for rank, by_number in calls.items()}
+    pending = {number for rank, by_number in calls.items() for number in _pending(by_rank[rank], by_number, last[rank])}
     for number in sorted(pending):
         absent = [rank for rank in key[1] if last.get(rank, 0) < number]
         if absent:
-            numbered = next(numbered[number] for numbered in calls.values() if number in numbered)
-            behind = [last[rank] + 1 for rank in absent if rank in calls and numbered.peer is None]
+            by_number = next(by_number[number] for by_number in calls.values() if number in by_number)
+            behind = [last[rank] + 1 for rank in absent if rank in calls and by_number.peer is None]
             first = min(behind, default=number)  # messages may be waited for in any order
-            entered = sorted(rank for rank, numbered in calls.items() if first in numbered)
+            entered = sorted(rank for rank, by_number in calls.items() if first in by_number)
             return [(calls[entered[0]][first], entered, [rank for rank in absent if last.get(rank, 0) < first])]
     return []
 
@@ -226,10 +226,10 @@ def _find_circle(waits: Sequence[Wait]) -> Blame | None:
         return None
     first = circle.index(min(circle))
     circle = circle[first:] + circle[:first]
-    lines = [f"in {_numbered(by_rank[member][0])} at {by_rank[member][0].where}" for member in circle]
-    others = ", ".join(f"rank {member} {line}" for member, line in list(zip(circle, lines, strict=True))[1:_LISTED])
+    lines = [f"in {_name_of(by_rank[member][0])} at {by_rank[member][0].where}" for member in circle]
+    peers = ", ".join(f"rank {member} {line}" for member, line in list(zip(circle, lines, strict=True))[1:_LISTED])
     more = f" and {len(circle) - _LISTED} more ranks" if len(circle) > _LISTED else ""
-    cause = f"waits {lines[0]}, {others}{more}: they wait for each other"
+    cause = f"waits {lines[0]}, {peers}{more}: they wait for each other"
     return Blame(circle[0], cause, since=min(by_rank[member][0].began for member in circle))
 
 
@@ -257,18 +257,20 @@ def _innocence(rank: RankCalls | None) -> tuple[bool, bool, int]:
 def _absence(call: Call, entered: Sequence[int], guilty: RankCalls | None) -> str:
     position = guilty.position if guilty is not None else ""
     it_is = f"; it {position}" if position else ""
-    collective = _numbered(call)
+    collective = _name_of(call)
     if guilty is None or not guilty.answered:
         wait = "waits" if len(entered) == 1 else "wait"
         return f"does not answer{it_is}; {ranks_text(entered)} {wait} for it in {collective} at {call.where}"
     if call.peer is not None:
-        missing = "recv" if call.op.startswith("send") else "send"
-        return f"has called no {missing} for {collective} that {ranks_text(entered)} called at {call.where}{it_is}"
+        counterpart = "recv" if call.op.startswith("send") else "send"
+        return f"has called no {counterpart} for {collective} that {ranks_text(entered)} called at {call.where}{it_is}"
     return f"never entered {collective} that {ranks_text(entered)} entered at {call.where}{it_is}"
 
 
 def _bystanders(guilty: int, idle: Sequence[int], by_rank: Mapping[int, RankCalls]) -> tuple[str, ...]:
-    rest = [rank for rank in idle if rank != guilty and not (rank in by_rank and by_rank[rank].waits)]
-    lines = [f"rank {rank} did not enter it either; it {by_rank[rank].position}" for rank in rest if rank in by_rank]
-    more = [f"and {len(rest) - _LISTED} more ranks"] if len(rest) > _LISTED else []
+    remaining = [rank for rank in idle if rank != guilty and not (rank in by_rank and by_rank[rank].waits)]
+    lines = [
+        f"rank {rank} did not enter it either; it {by_rank[rank].position}" for rank in remaining if rank in by_rank
+    ]
+    more = [f"and {len(remaining) - _LISTED} more ranks"] if len(remaining) > _LISTED else []
     return (*lines[:_LISTED], *more)

@@ -141,7 +141,7 @@ def _write_process(path: Path) -> None:
 
 def _answer(log_dir: Path, slot: int, stack: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # all other signals are for the main thread
-    opened = os.fstat(stack)
+    status = os.fstat(stack)
     watch = OverdueWatch(slot)
     watches = True
     while True:
@@ -149,7 +149,7 @@ def _answer(log_dir: Path, slot: int, stack: int) -> None:
             if signal.sigtimedwait({ASK}, WATCH_SECONDS) is None:
                 watches = watches and watch.check()
                 continue
-            if _is_open(stack, opened):
+            if _is_open(stack, status):
                 write_stacks(stack)
             write_calls(log_dir, slot)
         except Exception:  # noqa: BLE001 - training goes on without the answer; the log says why there is none
@@ -157,10 +157,10 @@ def _answer(log_dir: Path, slot: int, stack: int) -> None:
             watches = False
 
 
-def _is_open(descriptor: int, opened: os.stat_result) -> bool:
+def _is_open(descriptor: int, status: os.stat_result) -> bool:
     """Whether a descriptor is still that of a file: a program may have closed it and opened its own file."""
     try:
-        return os.path.samestat(os.fstat(descriptor), opened)
+        return os.path.samestat(os.fstat(descriptor), status)
     except OSError:  # closed
         return False
 

@@ -154,10 +154,10 @@ class Evidence:
         failure = self.find_failure(states)
         guilty = next((state for state in states if state.rank == blame.rank), None)
         verb = "gave up waiting" if reports_lost_peer(failure.cause) else "reported"
-        raised = f"rank {failure.rank} {verb}: {_raised(failure.cause)}"
+        error_text = f"rank {failure.rank} {verb}: {_raised(failure.cause)}"
         hint = "The records of all ranks are in the .collectives.json files next to their logs."
         facts = {"rank": blame.rank, "label": self._spec.label(blame.rank), "exit_code": failure.exit_code}
-        return self._report(states, guilty, blame.cause, (*blame.details, raised), hint, **facts)
+        return self._report(states, guilty, blame.cause, (*blame.details, error_text), hint, **facts)
 
     def _report(
         self,
@@ -189,9 +189,9 @@ class Evidence:
             waits = (f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
             return dataclasses.replace(failure, details=(*failure.details, *waits))
         first = min(guilty, key=lambda state: (self._step(state.slot) or 0, state.rank))
-        others = [rank for rank in positions if rank != first.rank]
+        silent_too = [rank for rank in positions if rank != first.rank]
         lines = [f"rank {failure.rank} gave up waiting: {_raised(failure.cause)}"]
-        lines += [f"rank {rank} has not answered either: it is {positions[rank]}" for rank in others]
+        lines += [f"rank {rank} has not answered either: it is {positions[rank]}" for rank in silent_too]
         return self._report(states, first, f"has not answered: it is {positions[first.rank]}", lines, _SEE_STACK)
 
     def last_progress(self, states: Sequence[RankState]) -> float | None:
@@ -205,15 +205,15 @@ class Evidence:
         In code of the user's or a save it may take as long as others may wait for it without a loss.
         """
         limit = max(seconds, _USUAL_STEPS * self.usual_step([state]))
-        if self.place(state):
+        if self.activity(state):
             elastic = self._spec.elastic
             longest = elastic.stall_seconds if elastic is not None else None
             limit = max(limit, longest or self._spec.join_timeout or math.inf)
         return time.time() - self._board.last_progress(state.slot) > limit
 
-    def place(self, state: RankState) -> str:
+    def activity(self, state: RankState) -> str:
         """Return which callback of the user's a rank is in, or that it saves; empty if it is in a step."""
-        return self._board.place(state.slot)
+        return self._board.activity(state.slot)
 
     def usual_step(self, states: Sequence[RankState]) -> float:
         """Return the seconds of a step, as the slowest of these ranks has measured; 0 where none has."""
@@ -223,8 +223,8 @@ class Evidence:
     def find_stalled(self, states: Sequence[RankState]) -> list[tuple[RankState, str]]:
         """Return the ranks that do not wait, with where they are, where all others wait in a collective."""
         waiting = [state for state in states if is_waiting(stack_path(self._spec.log_dir, state.slot))]
-        rest = [state for state in states if state not in waiting]
-        return [(state, self.position(state)) for state in rest] if waiting else []
+        idle = [state for state in states if state not in waiting]
+        return [(state, self.position(state)) for state in idle] if waiting else []
 
     def explain_lost_nodes(
         self, states: Sequence[RankState], nodes: Sequence[str], blame: Blame | None = None
@@ -234,8 +234,8 @@ class Evidence:
         lines = [f"rank {failure.rank} here gave up waiting: {_raised(failure.cause)}"]
         lines += [str(blame)] if blame is not None else []
         if nodes:
-            lost = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
-            cause = f"{lost} sent no heartbeat: the machine, its network or its launcher was lost"
+            lost_nodes = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
+            cause = f"{lost_nodes} sent no heartbeat: the machine, its network or its launcher was lost"
         else:
             cause = "a rank of another node was lost or did not answer"
         hint = "Look at the output of the launcher there, and at the network between the nodes."
@@ -249,27 +249,27 @@ class Evidence:
 
     def explain_hang(self, hang: Hang, states: Sequence[RankState]) -> FailureReport:
         """Name the ranks that never joined, and where they are."""
-        missing = [state for state in states if state.rank in hang.missing]
-        lines = tuple(self._absence(state, hang) for state in missing)
-        if not missing:
+        absent = [state for state in states if state.rank in hang.missing]
+        lines = tuple(self._absence(state, hang) for state in absent)
+        if not absent:
             cause = f"not all ranks joined: those of this node have waited {hang.waited:g} s for those of other nodes"
             return self._report(states, None, cause, (), "", others_stopped=0)
-        first = missing[0]
+        first = absent[0]
         cause = lines[0].removeprefix(f"rank {first.rank} ")
         return self._report(states, first, cause, lines[1:], _SEE_STACK if first.alive else "", host="", step=None)
 
-    def describe_slow_start(self, state: RankState, waited: float) -> str:
+    def describe_slow_start(self, state: RankState, seconds: float) -> str:
         """Describe where a rank is while no rank has joined."""
         where = whereabouts(stack_path(self._spec.log_dir, state.slot))
         limit = "" if self._spec.start_timeout else "; --start-timeout SECONDS limits the wait"
-        return f"no rank has joined the group after {duration_text(waited)}: rank {state.rank} is {where}{limit}"
+        return f"no rank has joined the group after {duration_text(seconds)}: rank {state.rank} is {where}{limit}"
 
     def _absence(self, state: RankState, hang: Hang) -> str:
         if not state.alive:
             return f"rank {state.rank} never joined: it ended with code {state.code} while others waited for it"
-        waited = "nothing happened for" if hang.none_came else "waited"
+        silence = "nothing happened for" if hang.none_came else "waited"
         where = whereabouts(stack_path(self._spec.log_dir, state.slot))
-        return f"rank {state.rank} never joined: {waited} {hang.waited:g} s; it is {where}"
+        return f"rank {state.rank} never joined: {silence} {hang.waited:g} s; it is {where}"
 
     def _is_suspect(self, state: RankState) -> bool:
         if state.alive:

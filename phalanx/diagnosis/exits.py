@@ -66,7 +66,7 @@ class RankExit:
 
 def find_first_cause(exits: Sequence[RankExit]) -> RankExit:
     """Return the rank to blame: real causes before lost connections, then the earliest."""
-    return min(exits, key=lambda ended: (ended.lost_peer, ended.when, ended.rank))
+    return min(exits, key=lambda rank_exit: (rank_exit.lost_peer, rank_exit.when, rank_exit.rank))
 
 
 _TRACEBACK_LINES = 16
@@ -83,7 +83,7 @@ _CRASHES = {
 
 
 def explain(
-    ended: RankExit,
+    rank_exit: RankExit,
     *,
     label: str,
     host: str,
@@ -93,30 +93,31 @@ def explain(
     bill: MemoryBreakdown | None = None,
 ) -> FailureReport:
     """Explain a rank's end from its exit code, its error record and its log; `bill`: of its memory, if any."""
-    if ended.record:
-        cause, details, hint = _raised(ended)
-        step = ended.record["step"] if ended.record["step"] is not None else step
-    elif ended.code < 0:
-        cause, details, hint = _killed(ended, killed_for_memory, bill)
+    if rank_exit.record:
+        cause, details, hint = _from_error(rank_exit)
+        step = rank_exit.record["step"] if rank_exit.record["step"] is not None else step
+    elif rank_exit.code < 0:
+        cause, details, hint = _from_signal(rank_exit, killed_for_memory, bill)
     else:
-        cause, details, hint = f"exited with code {ended.code}", _log_end(ended), ""
-    is_crash = not ended.record and -ended.code in _CRASHES
-    if is_crash or (ended.record and ended.record["traceback"]):  # a PhalanxError, without one, says what is wrong
+        cause, details, hint = f"exited with code {rank_exit.code}", _log_end(rank_exit), ""
+    is_crash = not rank_exit.record and -rank_exit.code in _CRASHES
+    has_traceback = bool(rank_exit.record and rank_exit.record["traceback"])
+    if is_crash or has_traceback:  # a PhalanxError has none, and says what is wrong
         hint = " ".join(filter(None, (hint, _untested_torch())))
-    code = ended.code if ended.code > 0 else 128 - ended.code
-    if ended.record:  # the launcher may have ended it before it had left, because of another rank
-        code = ended.record.get("exit_code") or code
+    code = rank_exit.code if rank_exit.code > 0 else 128 - rank_exit.code
+    if rank_exit.record:  # the launcher may have ended it before it had left, because of another rank
+        code = rank_exit.record.get("exit_code") or code
     return FailureReport(
         cause=cause,
         exit_code=code,
-        rank=ended.rank,
+        rank=rank_exit.rank,
         label=label,
         host=host,
         step=step,
         details=details,
         hint=hint,
         logs=str(log) if log.exists() and log.stat().st_size else "",
-        was_killed=not ended.record and not ended.killed_for and ended.code < 0 and not is_crash,
+        was_killed=not rank_exit.record and not rank_exit.killed_for and rank_exit.code < 0 and not is_crash,
     )
 
 
@@ -169,14 +170,14 @@ def _shortened(lines: list[str]) -> list[str]:
     return [*head, f"  ... {start - len(head)} lines are left out here: the log has them", *lines[start:]]
 
 
-def _log_end(ended: RankExit) -> tuple[str, ...]:
+def _log_end(rank_exit: RankExit) -> tuple[str, ...]:
     """Return the last lines of a rank's log, with a mark where there are more."""
-    tail = ended.log_tail[-_LOG_LINES:]
-    return ("...", *tail) if len(ended.log_tail) > len(tail) else tail
+    tail = rank_exit.log_tail[-_LOG_LINES:]
+    return ("...", *tail) if len(rank_exit.log_tail) > len(tail) else tail
 
 
-def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
-    record = ended.record
+def _from_error(rank_exit: RankExit) -> tuple[str, tuple[str, ...], str]:
+    record = rank_exit.record
     assert record is not None
     lines: list[str] = record["traceback"]
     if not lines:
@@ -186,10 +187,12 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
     return f"raised {text}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), record["hint"]
 
 
-def _killed(ended: RankExit, killed_for_memory: bool, bill: MemoryBreakdown | None) -> tuple[str, tuple[str, ...], str]:
-    number = -ended.code
-    if ended.killed_for:
-        return ended.killed_for, _log_end(ended), ""
+def _from_signal(
+    rank_exit: RankExit, killed_for_memory: bool, bill: MemoryBreakdown | None
+) -> tuple[str, tuple[str, ...], str]:
+    number = -rank_exit.code
+    if rank_exit.killed_for:
+        return rank_exit.killed_for, _log_end(rank_exit), ""
     if number == signal.SIGKILL:
         less = "Use less memory: a smaller batch_size, fewer ranks on this node, fewer data loader workers."
         if killed_for_memory:
@@ -200,9 +203,9 @@ def _killed(ended: RankExit, killed_for_memory: bool, bill: MemoryBreakdown | No
     try:
         crash = signal.Signals(number)
     except ValueError:
-        return f"was killed by signal {number}", _log_end(ended), ""
+        return f"was killed by signal {number}", _log_end(rank_exit), ""
     if crash not in _CRASHES:
-        return f"was killed by {crash.name}, which another process sent", _log_end(ended), ""
-    stack = main_stack("\n".join(ended.log_tail))
+        return f"was killed by {crash.name}, which another process sent", _log_end(rank_exit), ""
+    stack = main_stack("\n".join(rank_exit.log_tail))
     python_stack = ("Python stack, innermost first:", *(f"  {frame}" for frame in stack[:_LOG_LINES]))
-    return _CRASHES[crash], python_stack if stack else _log_end(ended), ""
+    return _CRASHES[crash], python_stack if stack else _log_end(rank_exit), ""

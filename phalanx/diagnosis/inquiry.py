@@ -68,21 +68,21 @@ class Inquiry:
         states = self._context.group.states if ranks is None else ranks
         self._context.group.signal(ASK, [state for state in states if state.alive])
 
-        def poll(deadline: float, *, insisted: bool) -> None:
+        def poll(deadline: float, *, has_insisted: bool) -> None:
             due = [state for state in states if not self._evidence.has_answered(state, began)]
             if due and time.time() < deadline:
-                self._context.later(_POLL_SECONDS, lambda: poll(deadline, insisted=insisted))
-            elif due and not insisted:
+                self._context.later(_POLL_SECONDS, lambda: poll(deadline, has_insisted=has_insisted))
+            elif due and not has_insisted:
                 self._context.group.signal(signal.SIGQUIT, due)
-                self._context.later(_STACK_SECONDS, lambda: poll(0.0, insisted=True))
+                self._context.later(_STACK_SECONDS, lambda: poll(0.0, has_insisted=True))
             else:
                 then(self._evidence.collect_calls(states, began))
 
-        poll(began + _ANSWER_SECONDS, insisted=not insist)
+        poll(began + _ANSWER_SECONDS, has_insisted=not insist)
 
     # --- several nodes ---------------------------------------------------------------------------------------
 
-    def take_question(self, number: int, is_ours: bool) -> None:
+    def answer_question(self, number: int, is_ours: bool) -> None:
         """Answer a question of this or another node."""
         if is_ours and self._remote is not None:
             self._remote.number = number
@@ -90,15 +90,17 @@ class Inquiry:
         def answer(calls: list[RankCalls]) -> None:
             self._context.rendezvous.send_calls(number, [record.to_message(_SENT_CALLS) for record in calls])
             if is_ours:
-                self._take(number, self._context.node.node_rank, calls)
+                self._add_answer(number, self._context.node.node_rank, calls)
 
         self.ask_ranks(answer)
 
-    def take_answer(self, message: dict[str, Any]) -> None:
-        """Take what the ranks of another node have answered."""
-        self._take(message["number"], message["from"], [RankCalls.from_message(record) for record in message["calls"]])
+    def handle_answer(self, message: dict[str, Any]) -> None:
+        """Keep what the ranks of another node have answered."""
+        self._add_answer(
+            message["number"], message["from"], [RankCalls.from_message(record) for record in message["calls"]]
+        )
 
-    def _take(self, number: int, node_rank: int, calls: list[RankCalls]) -> None:
+    def _add_answer(self, number: int, node_rank: int, calls: list[RankCalls]) -> None:
         if (question := self._remote) is not None and question.number == number:
             question.answers[node_rank] = calls
             if len(question.answers) == self._context.node.num_nodes:
@@ -149,8 +151,8 @@ class StallNotice:
     def _report(self, blame: Blame | None) -> None:
         if blame is not None and blame.since > self._reported:
             self._reported, self.blame = blame.since, blame
-            waited = duration_text(time.time() - blame.since)
-            self._context.console.notice(f"the ranks have waited for {waited}: {blame}")
+            duration = duration_text(time.time() - blame.since)
+            self._context.console.notice(f"the ranks have waited for {duration}: {blame}")
 
 
 class Diagnosis:
@@ -178,9 +180,9 @@ class Diagnosis:
     def handlers(self) -> Handlers:
         """By kind, what to do about a message of the store agent."""
         return {
-            "question": self.inquiry.take_question,
-            "answer": self.inquiry.take_answer,
-            "silent_nodes": self.take_silent_nodes,
+            "question": self.inquiry.answer_question,
+            "answer": self.inquiry.handle_answer,
+            "silent_nodes": self.note_silent_nodes,
         }
 
     def describe(self, state: RankState) -> str:
@@ -195,10 +197,10 @@ class Diagnosis:
         """Close the heartbeats."""
         self.evidence.close()
 
-    def assess(self, ended: RankState) -> None:
+    def assess(self, rank_state: RankState) -> None:
         """Find the cause after a rank has failed."""
-        aborted = ended.code == -signal.SIGABRT  # its last words, which say why, may still be in its pipe
-        if aborted or self.evidence.of(ended).lost_peer:
+        aborted = rank_state.code == -signal.SIGABRT  # its last words, which say why, may still be in its pipe
+        if aborted or self.evidence.of(rank_state).lost_peer:
             self.find_soon()
         else:
             self.find()
@@ -221,7 +223,7 @@ class Diagnosis:
             self.is_asking = self.is_pending = True
             self.inquiry.find_blame(self.report)
 
-    def take_silent_nodes(self, hosts: list[str]) -> None:
+    def note_silent_nodes(self, hosts: list[str]) -> None:
         """Note which nodes have no heartbeat at present."""
         self._silent_nodes = hosts
 
@@ -235,8 +237,8 @@ class Diagnosis:
         """Ask the ranks that never joined where they are, and end the attempt with that."""
         self.is_asking = True
         evidence, states = self.evidence, self._context.group.states
-        missing = [state for state in states if state.alive and state.rank in hang.missing]
-        self.inquiry.ask_ranks(lambda _: self._context.fail(evidence.explain_hang(hang, states)), missing)
+        absent = [state for state in states if state.alive and state.rank in hang.missing]
+        self.inquiry.ask_ranks(lambda _: self._context.fail(evidence.explain_hang(hang, states)), absent)
 
     def describe_start(self, watch: StartWatch) -> None:
         """Say where the first rank is, while none has joined."""

@@ -99,35 +99,35 @@ class MemoryBreakdown:
         if self.batch_size > 1:
             half = self.batch_size // 2
             now = f"batch_size={half}, gradient_accumulation_steps={self.accumulation * 2}"
-            saved = self.activations * (1 - half / self.batch_size)
-            changes.append(MemoryChange(now, saved, "a few percent of the speed"))
+            savings = self.activations * (1 - half / self.batch_size)
+            changes.append(MemoryChange(now, savings, "a few percent of the speed"))
         if self.precision == "fp32" and self.device == "cuda":
             changes.append(
                 MemoryChange("mixed_precision='bf16'", self.activations / 2, "none in speed; other rounding")
             )
         if self.blocks > 1 and not self.recomputes and self.device == "cuda":
-            saved = 0.5 * self.activations + 0.75 * self.optimizer
-            changes.append(MemoryChange("memory=True", saved, "about a tenth of the speed; compiles"))
+            savings = 0.5 * self.activations + 0.75 * self.optimizer
+            changes.append(MemoryChange("memory=True", savings, "about a tenth of the speed; compiles"))
         elif self.blocks > 1 and not self.recomputes:
-            saved = self.activations * (1 - _BLOCK_INPUT - 1 / self.blocks)
-            changes.append(MemoryChange("activation_checkpointing=True", saved, "about a third more computation"))
+            savings = self.activations * (1 - _BLOCK_INPUT - 1 / self.blocks)
+            changes.append(MemoryChange("activation_checkpointing=True", savings, "about a third more computation"))
         if self.ranks > 1 and facts_of(self.strategy).replicates:
-            saved = states * (1 - 1 / self.ranks)
-            changes.append(MemoryChange("strategy='fsdp'", saved, "half as much communication again"))
+            savings = states * (1 - 1 / self.ranks)
+            changes.append(MemoryChange("strategy='fsdp'", savings, "half as much communication again"))
         if self.device == "cpu" and self.local_ranks > 1:
             changes.append(MemoryChange(f"num_workers={self.local_ranks - 1}", states + self.other, "fewer ranks"))
         elif facts_of(self.strategy).shards:
             changes.append(MemoryChange("offload='cpu'", states, "states travel to the device in every step"))
         enough = [change for change in changes if change.saves >= needed > 0]
-        listed = changes[:_CHANGES]
-        return [*listed[: _CHANGES - 1], enough[0]] if enough and not set(enough) & set(listed) else listed
+        cheapest = changes[:_CHANGES]
+        return [*cheapest[: _CHANGES - 1], enough[0]] if enough and not set(enough) & set(cheapest) else cheapest
 
     def lines(self, needed: float = 0.0) -> list[str]:
         """Return the breakdown, what grew, and what to change, as lines for the user."""
-        accounted = sum((self.parameters, self.gradients, self.optimizer, self.activations, self.other))
-        shared = f", shared by {self.local_ranks} ranks" if self.local_ranks > 1 else ""
+        total = sum((self.parameters, self.gradients, self.optimizer, self.activations, self.other))
+        sharing = f", shared by {self.local_ranks} ranks" if self.local_ranks > 1 else ""
         lines = [
-            f"memory per rank: {size(accounted)} known, of {size(self.limit)}{shared}",
+            f"memory per rank: {size(total)} known, of {size(self.limit)}{sharing}",
             table(self.rows, indent="  "),
         ]
         lines += [self.growth] if self.growth else []

@@ -40,8 +40,8 @@ def give_back(state: TrainState, path: str | None) -> str:
     gradients = state.formation.gradients
     steps = gradients.steps
     state.formation.load(path)
-    restored, gradients.steps = gradients.steps, steps  # what the run has trained, not what it has now
-    return f"the state of step {restored}, that of its last checkpoint, is in the model"
+    checkpoint_step, gradients.steps = gradients.steps, steps  # what the run has trained, not what it has now
+    return f"the state of step {checkpoint_step}, that of its last checkpoint, is in the model"
 
 
 def _look_at_data(state: TrainState, step: int) -> tuple[str, str]:

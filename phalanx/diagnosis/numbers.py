@@ -68,13 +68,13 @@ class NumberWatch(Callback):
     def _check_output(self, label: str, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         largest = float(local(output).detach().abs().max())
         if not torch.isfinite(torch.tensor(largest)):
-            self._stop(f"{label} produced {_described(output)} in the forward pass{self._from(module, inputs)}")
+            self._stop(f"{label} produced {_describe(output)} in the forward pass{self._from(module, inputs)}")
         count, usual = self._usual.get(label, (0, 0.0))
         if self._loop.model.training and label not in self._spikes:
             if count >= _USUAL_STEPS and largest > _SPIKE * usual > 0:
                 self._spikes.add(label)
                 text = f"{label} produced {largest:.4g}, usually {usual:.4g}{self._from(module, inputs)}"
-                self._loop.report.say(f"{self._place}: {text}", "warning")
+                self._loop.report.say(f"{self._position}: {text}", "warning")
             self._usual[label] = (count + 1, max(usual, largest) if count < _USUAL_STEPS else usual)
 
     def _check_gradient(self, label: str, gradient: torch.Tensor) -> None:
@@ -83,29 +83,29 @@ class NumberWatch(Callback):
             return
         after = f", finite at {self._last_gradient}" if self._last_gradient else ", the first one to be computed"
         self._stop(
-            f"the gradient of the output of {label} is {_described(gradient)}: it was computed in the backward pass of "
+            f"the gradient of the output of {label} is {_describe(gradient)}: it was computed in the backward pass of "
             f"what follows that module{after}"
         )
 
     def _from(self, module: nn.Module, inputs: Any) -> str:
         """Describe what the module computed from: the inputs, and its weights where they are not finite."""
-        parts = [f"input {_described(tensor)}" for tensor in _floating(inputs)]
+        parts = [f"input {_describe(tensor)}" for tensor in _floating(inputs)]
         parameters = [
             (name, weight) for name, weight in module.named_parameters(recurse=False) if weight.is_floating_point()
         ]
         parts += [
-            f"{name} {_described(weight)}" for name, weight in parameters if not bool(local(weight).isfinite().all())
+            f"{name} {_describe(weight)}" for name, weight in parameters if not bool(local(weight).isfinite().all())
         ]
         return f", from {'; '.join(parts)}" if parts else ""
 
     @property
-    def _place(self) -> str:
+    def _position(self) -> str:
         return f"step {self._step}, rank {self._loop.formation.rank}"
 
     def _stop(self, text: str) -> None:
         self.on_fit_end(self._loop)
         raise NonFiniteLossError(
-            f"{self._place}: {text}.",
+            f"{self._position}: {text}.",
             hint="Where its inputs are finite, the module itself is the cause (a division, a logarithm, an overflow of "
             "its precision); where they are not, the data are. A lower learning_rate, gradient_clipping or "
             "mixed_precision='bf16' instead of fp16 are the usual remedies.",
@@ -123,7 +123,7 @@ def _floating(value: Any) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def _described(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     """Return shape, type and statistics: how many values are not finite, and the range of the others."""
     values = local(tensor).detach()
     finite = values[values.isfinite()].float()

@@ -64,12 +64,12 @@ class MemoryWatch(Callback):
         formation, config = self._trainer.formation, self._trainer.config
         model, optimizer = formation.unwrap(self._trainer.model), self._trainer.optimizer
         parameters = list(model.parameters())
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        gradients = _bytes(trained)
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        gradients = _bytes(trainable)
         weights, states = _bytes(parameters), _states(optimizer)
         momentum = max((group.get("momentum") or 0.0 for group in optimizer.param_groups), default=0.0)
-        expected = _bytes(trained) * optimizer_states(type(optimizer).__name__, momentum)
-        present = states + _bytes(parameter.grad for parameter in trained if parameter.grad is not None)
+        expected_states = _bytes(trainable) * optimizer_states(type(optimizer).__name__, momentum)
+        present = states + _bytes(parameter.grad for parameter in trainable if parameter.grad is not None)
         if self._on_cuda:
             stats = torch.cuda.memory_stats_as_nested_dict(formation.device)["allocated_bytes"]["all"]
             total, other = float(stats["peak"]), 0.0
@@ -88,7 +88,7 @@ class MemoryWatch(Callback):
             limit=limit,
             parameters=weights,
             gradients=gradients,
-            optimizer=states or expected,
+            optimizer=states or expected_states,
             activations=max(
                 0.0, total - weights - max(present, gradients + states if self._memory_at else 0.0) - other
             ),

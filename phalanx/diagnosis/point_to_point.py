@@ -87,11 +87,11 @@ class _Recorder:
                 return original(work, *args, **kwargs)
             _, pair, number, group = message
             pair.waits[number] = now()
-            done = original(work, *args, **kwargs)
+            result = original(work, *args, **kwargs)
             del pair.waits[number]
             if group is not None:
                 self._count_source(work, group, pair)
-            return done
+            return result
 
         setattr(dist.Work, original.__name__, wait)
 
@@ -106,8 +106,8 @@ class _Recorder:
         rank, members = dist.get_rank(), dist.get_process_group_ranks(group)
         peer = _ANY if other == _ANY else members[other]
         sender, receiver = (rank, peer) if op == "send" else (peer, rank)
-        whom = "any rank" if peer == _ANY else f"rank {peer}"
-        text = f"{op} {'to' if op == 'send' else 'from'} {whom}{f' with tag {tag}' if tag else ''}"
+        peer_text = "any rank" if peer == _ANY else f"rank {peer}"
+        text = f"{op} {'to' if op == 'send' else 'from'} {peer_text}{f' with tag {tag}' if tag else ''}"
         ends = members if peer == _ANY else [sender, receiver]
         key = (id(group), op, other, tag)
         self._pairs[key] = self._ring.pair(f"{group.group_name} {sender}>{receiver} {tag}", ends, text, peer)

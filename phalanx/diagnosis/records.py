@@ -93,15 +93,17 @@ def with_batch_ends(records: Sequence[Record]) -> list[Record]:
     """Give each message of a batch the batch's end: torch notes that in one more record, which is left out."""
     ends = {_batch(record): record for record in records if record["profiling_name"].endswith("coalesced")}
     messages = {_batch(record) for record in records if record["is_p2p"] and ends.get(_batch(record)) is not record}
-    messages_done: list[Record] = []
+    finished_messages: list[Record] = []
     for record in records:
         batch = _batch(record)
         end = ends.get(batch, record)
         if end is not record and record["is_p2p"]:
-            messages_done.append({**record, **{name: end[name] for name in ("retired", "state", "time_created_ns")}})
+            finished_messages.append(
+                {**record, **{name: end[name] for name in ("retired", "state", "time_created_ns")}}
+            )
         elif end is record and (batch not in ends or batch not in messages):  # collectives of a batch are one
-            messages_done.append(record)
-    return messages_done
+            finished_messages.append(record)
+    return finished_messages
 
 
 def _batch(record: Record) -> tuple[str, int, int]:
@@ -188,11 +190,11 @@ class OverdueWatch:
 
     def _makes_progress(self, progress: bytes) -> bool:
         """Whether operations were queued or ended since the last look, and all were looked at not long ago."""
-        changed, self._progress = progress != self._progress, progress
-        if changed:
+        is_progress, self._progress = progress != self._progress, progress
+        if is_progress:
             self._position = None
             self._skipped += 1
-        skips = changed and self._skipped <= _MOST_SKIPPED
+        skips = is_progress and self._skipped <= _MOST_SKIPPED
         if not skips:
             self._skipped = 0
         return skips
@@ -223,10 +225,10 @@ class OverdueWatch:
         if limit is None or now - self._since < limit:
             return ""
         stack = []
-        walked: FrameType | None = frame
-        while walked is not None:
-            stack.append((walked.f_code.co_filename, walked.f_lineno))
-            walked = walked.f_back
+        outer: FrameType | None = frame
+        while outer is not None:
+            stack.append((outer.f_code.co_filename, outer.f_lineno))
+            outer = outer.f_back
         return self._text(limit, f"{frame.f_code.co_name} at {pick_line(stack)}")
 
     def _text(self, seconds: float, operation: str) -> str:

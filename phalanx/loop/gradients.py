@@ -45,7 +45,7 @@ class GpuGate(Protocol):
     has_lost_state: bool
     """Whether a step that may be wrong could not be undone."""
 
-    def take(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
+    def run(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer's step; raise if it was held back."""
 
 
@@ -314,7 +314,7 @@ class Gradients:
                 complete()  # the scaler waits for the GPU anyway
                 self.scale.step(optimizer)
             elif self.gate is not None:
-                self.gate.take(partial(self._strategy.step, inner), optimizer)
+                self.gate.run(partial(self._strategy.step, inner), optimizer)
             else:
                 self._strategy.step(inner)
         finally:

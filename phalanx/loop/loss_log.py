@@ -54,7 +54,7 @@ class LossLog:
         self._shares: list[float | torch.Tensor] = []
         self._step_of: list[int] = []
         self._summed: list[tuple[int, torch.Tensor]] = []
-        self.sums_each_step = False
+        self.sums_per_step = False
         """Whether each step's losses are added up over the ranks in that step: then no lost rank has a part of them."""
 
     def add(self, step: int, loss: torch.Tensor, share: float | torch.Tensor) -> None:
@@ -75,8 +75,8 @@ class LossLog:
         All ranks call this when the step's last loss is there, before the optimizer's step: then a step that is
         complete has the losses of all ranks. Nothing waits for the device.
         """
-        if self.sums_each_step and self._losses:
-            step, sums = self._step_of[-1], self._own_sums(set(self._step_of))
+        if self.sums_per_step and self._losses:
+            step, sums = self._step_of[-1], self._local_sums(set(self._step_of))
             dist.all_reduce(sums)
             self._clear()
             self._summed.append((step, sums))
@@ -87,9 +87,9 @@ class LossLog:
         Of steps that were not added up over the ranks it is the part of this rank.
         """
         steps = {step for step in self._step_of if step <= last_step}
-        return [sums for step, sums in self._summed if step <= last_step] + ([self._own_sums(steps)] if steps else [])
+        return [sums for step, sums in self._summed if step <= last_step] + ([self._local_sums(steps)] if steps else [])
 
-    def _own_sums(self, steps: set[int]) -> torch.Tensor:
+    def _local_sums(self, steps: set[int]) -> torch.Tensor:
         """Return this rank's weighted losses of some steps and their weights, as one tensor on the device."""
         weighted = weights = torch.zeros((), dtype=torch.float64, device=self._losses[0].device)
         for step, loss, share in zip(self._step_of, self._losses, self._shares, strict=True):
@@ -115,10 +115,10 @@ class LossLog:
             raise_if_aborted()  # else a part of a sum
             self._summed.clear()
             losses = {step: StepLoss(total / weight, weight) for step, (total, weight) in rows if weight}
-            return losses | self._read_own()
-        return self._read_own()
+            return losses | self._read_local()
+        return self._read_local()
 
-    def _read_own(self) -> Losses:
+    def _read_local(self) -> Losses:
         """Add up over the ranks what was not added up in its step, and return it."""
         if not self._losses:
             return {}

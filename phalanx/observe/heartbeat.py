@@ -22,15 +22,15 @@ from pathlib import Path
 from phalanx.host.files import replace_file
 from phalanx.host.processes import cpu_seconds
 
-_BEAT = struct.Struct("=qqdq")  # step, place, time, part
-_PLACE = struct.Struct("=qd")
+_BEAT = struct.Struct("=qqdq")  # step, activity, time, part
+_ACTIVITY = struct.Struct("=qd")
 _PART = struct.Struct("=dq")
 _TIME = struct.Struct("=d")
-_PLACE_OFFSET, _TIME_OFFSET = 8, 16
+_ACTIVITY_OFFSET, _TIME_OFFSET = 8, 16
 _CALLBACKS = ("on_fit_start", "on_step_end", "on_epoch_end", "on_checkpoint", "on_training_end", "on_fit_end")
-PLACES = {place: number for number, place in enumerate(("", *_CALLBACKS, "a save"))}
+ACTIVITIES = {activity: number for number, activity in enumerate(("", *_CALLBACKS, "a save"))}
 """Where a rank can be between steps for as long as the user's code or a disk takes; the first one is nowhere."""
-_BY_NUMBER = tuple(PLACES)
+_BY_NUMBER = tuple(ACTIVITIES)
 BOARD_VARIABLE = "PHALANX_HEARTBEATS"
 """The path of a rank's board: its node may get another number while it runs."""
 _BUSY_SECONDS = 1.0
@@ -114,7 +114,7 @@ class HeartbeatBoard:
         self._offset = rank * _ENTRY_BYTES
         if self._offset + _ENTRY_BYTES > len(self._map):
             raise IndexError(f"rank {rank} is not on the board {path}")
-        self._place = ""
+        self._activity = ""
 
     @classmethod
     def create(cls, path: Path, world_size: int) -> HeartbeatBoard:
@@ -147,15 +147,15 @@ class HeartbeatBoard:
         """Write that this rank makes progress within a step, or before its first one."""
         _TIME.pack_into(self._map, self._offset + _TIME_OFFSET, time.time())
 
-    def enter(self, place: str) -> str:
-        """Write which of `PLACES` this rank is in from now on, and return where it was; the main thread calls this."""
-        before, self._place = self._place, place
-        _PLACE.pack_into(self._map, self._offset + _PLACE_OFFSET, PLACES[place], time.time())
+    def enter(self, activity: str) -> str:
+        """Write which of `ACTIVITIES` this rank is in from now on; return the one before. Called by the main thread."""
+        before, self._activity = self._activity, activity
+        _ACTIVITY.pack_into(self._map, self._offset + _ACTIVITY_OFFSET, ACTIVITIES[activity], time.time())
         return before
 
-    def place(self, rank: int) -> str:
-        """Return which of `PLACES` a rank is in."""
-        return _BY_NUMBER[int(_PLACE.unpack_from(self._map, rank * _ENTRY_BYTES + _PLACE_OFFSET)[0])]
+    def activity(self, rank: int) -> str:
+        """Return which of `ACTIVITIES` a rank is in."""
+        return _BY_NUMBER[int(_ACTIVITY.unpack_from(self._map, rank * _ENTRY_BYTES + _ACTIVITY_OFFSET)[0])]
 
     def last_progress(self, rank: int) -> float:
         """Return when `rank` last wrote anything, also before its first step; 0 for never."""
@@ -179,7 +179,7 @@ class LocalBoard:
 
     def __init__(self) -> None:
         self._step, self._time, self._part, self._gauges = _NEVER, 0.0, 0, _NO_GAUGES
-        self._place = ""
+        self._activity = ""
 
     def beat(self, step: int) -> None:
         """Keep the step."""
@@ -193,9 +193,9 @@ class LocalBoard:
         """Keep when this process made progress."""
         self._time = time.time()
 
-    def enter(self, place: str) -> str:
+    def enter(self, activity: str) -> str:
         """Keep where this process is, and return where it was."""
-        before, self._place = self._place, place
+        before, self._activity = self._activity, activity
         return before
 
     def gauge(self, gauges: Gauges) -> None:
@@ -244,9 +244,9 @@ def current() -> Board:
 
 
 @contextmanager
-def within(place: str, board: Board) -> Iterator[None]:
-    """Let this rank be in one of `PLACES` for the block: then it is alive although it takes no step."""
-    before = board.enter(place)
+def within(activity: str, board: Board) -> Iterator[None]:
+    """Let this rank be in one of `ACTIVITIES` for the block: then it is alive although it takes no step."""
+    before = board.enter(activity)
     try:
         yield
     finally:

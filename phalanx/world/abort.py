@@ -48,7 +48,7 @@ _NCCL = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "10",  # torch waits four times as long before a failed group can be left
 }
 _spent = {"abort": 0.0, "group": 0.0}
-"""The seconds that this rank has aborted collectives, and made process groups, since the last `take_spent`."""
+"""The seconds since `pop_recovery_seconds` in which this rank has aborted collectives, and made process groups."""
 _watching = False
 _aborted: str | None = None
 """Why this rank has to leave its group."""
@@ -99,7 +99,7 @@ def begin_group() -> None:
     _aborted = None
 
 
-def take_spent() -> dict[str, float]:
+def pop_recovery_seconds() -> dict[str, float]:
     """Return the seconds that this rank has aborted collectives, and made process groups, and count anew."""
     spent = dict(_spent)
     _spent.update(dict.fromkeys(_spent, 0.0))

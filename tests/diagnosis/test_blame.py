@@ -178,8 +178,8 @@ def test_a_failure_that_asks_while_a_notice_waits_for_answers_gets_them_too():
     answered: list[str] = []
     inquiry.find_blame(lambda blame: answered.append("failure"))
     inquiry.find_blame(lambda blame: answered.append("notice"))
-    inquiry.take_question(7, is_ours=True)
-    inquiry.take_answer({"number": 7, "from": 1, "calls": []})
+    inquiry.answer_question(7, is_ours=True)
+    inquiry.handle_answer({"number": 7, "from": 1, "calls": []})
     for call in later:  # the limits of time
         call()
     assert answered == ["failure", "notice"]

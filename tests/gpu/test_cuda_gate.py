@@ -30,7 +30,7 @@ class Case:
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.model(self.inputs).sum().backward()
-        self.gate.take(self.optimizer.step, self.optimizer)
+        self.gate.run(self.optimizer.step, self.optimizer)
 
     def state(self) -> list[torch.Tensor]:
         kept = [value for entry in self.optimizer.state.values() for value in entry.values()]
@@ -93,7 +93,7 @@ def test_after_a_step_that_failed_an_abort_does_not_hold_the_gpu_back():
         raise ValueError("in the step")
 
     with pytest.raises(ValueError, match="in the step"):
-        case.gate.take(fails, case.optimizer)
+        case.gate.run(fails, case.optimizer)
     case.gate.abort("rank 1 was lost")  # before the GPU has come to the gate
     assert case.gate.has_lost_state
     assert_idle_soon()

@@ -40,7 +40,7 @@ def snapshot(model: nn.Module, step: int) -> Snapshot:
 def lose(memory: NeighbourMemory, *ranks: int) -> None:
     """Forget everything, as a process that replaces a lost rank starts."""
     if dist.get_rank() in ranks:
-        memory._held.clear()
+        memory._shards.clear()
         memory._used.clear()
 
 
@@ -67,7 +67,7 @@ def recover(lost: tuple[int, ...], background: bool) -> tuple[int | None, list[f
     fill(model, 70)
     memory.keep(snapshot(model, 4))
     assert memory.newest() == 4
-    assert len(memory._held) <= 2
+    assert len(memory._shards) <= 2
     return newest, values, template["lr"], loaded.notes
 
 
@@ -92,7 +92,7 @@ def recover_in_a_smaller_group(step_lost: int) -> tuple[int, list[float]] | None
         whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
         memory.keep(snapshot(model, step))
     if step_lost and dist.get_rank() == 1:  # its exchange of the last step broke off
-        del memory._held[next(reversed(memory._held))]
+        del memory._shards[next(reversed(memory._shards))]
     group = dist.new_group([0, 1], backend="gloo")
     if dist.get_rank() == 2:
         return None
@@ -127,7 +127,7 @@ def traffic(layers: int) -> tuple[list[int], int, int]:
     for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
         setattr(dist, name, lambda *_, name=name, **__: objects.append(name))
     memory.keep(snapshot(model, 3))
-    return sent, memory._used[next(reversed(memory._held))].view().nbytes, len(objects)
+    return sent, memory._used[next(reversed(memory._shards))].view().nbytes, len(objects)
 
 
 def test_a_step_is_sent_to_one_rank_and_without_the_names_of_all_tensors(ranks):

@@ -76,15 +76,15 @@ def test_a_rank_in_code_of_the_user_is_alive_as_long_as_others_would_wait_for_it
     assert evidence.is_stuck(one, 60.0)
     monkeypatch.setattr("time.time", lambda: now)
     with within("on_epoch_end", board):
-        assert evidence.place(one) == "on_epoch_end"
+        assert evidence.activity(one) == "on_epoch_end"
         with within("a save", board):
-            assert evidence.place(one) == "a save"
-        assert evidence.place(one) == "on_epoch_end"
+            assert evidence.activity(one) == "a save"
+        assert evidence.activity(one) == "on_epoch_end"
         monkeypatch.setattr("time.time", lambda: now + 590)
         assert not evidence.is_stuck(one, 60.0)
         monkeypatch.setattr("time.time", lambda: now + 610)
         assert evidence.is_stuck(one, 60.0), "`timeout` is over"
-    assert evidence.place(one) == ""
+    assert evidence.activity(one) == ""
 
 
 @pytest.mark.parametrize(

@@ -244,10 +244,10 @@ class ElasticControl:
         """Whether a rank of this node, which does not leave or join, makes no progress either."""
         if self._evidence.is_stuck(state, patience(self._elastic.silence_seconds)):
             return True
-        place = self._evidence.place(state)
-        if place and (state.key, place) != self._waits_for:
-            self._waits_for = (state.key, place)
-            self._context.console.notice(f"rank {state.rank} is in {place}: the others wait for it")
+        activity = self._evidence.activity(state)
+        if activity and (state.key, activity) != self._waits_for:
+            self._waits_for = (state.key, activity)
+            self._context.console.notice(f"rank {state.rank} is in {activity}: the others wait for it")
         return False
 
     # --- what to do ---------------------------------------------------------------------------------------------------

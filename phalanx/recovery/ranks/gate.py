@@ -50,7 +50,7 @@ class StepGate:
         self._count = 0
         self._stepped = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
         """When the GPU has taken the last step, and the one before: by turns."""
-        self._taking = self._queueing = False
+        self._running = self._queueing = False
         self._why: str | None = None
         self._before: dict[int, HostState] = {}
         self._deciding = threading.Lock()
@@ -72,22 +72,22 @@ class StepGate:
     def before_end(self) -> None:
         """Wait until a step that is held back has been copied; called before nccl's collectives are ended."""
         limit = time.monotonic() + _BLOCKED_SECONDS
-        while self._taking and not self._host[_OPEN] and (not self._queueing or time.monotonic() < limit):
+        while self._running and not self._host[_OPEN] and (not self._queueing or time.monotonic() < limit):
             time.sleep(_PAUSE_SECONDS)
 
-    def take(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
+    def run(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
         """Queue a step, and return when the GPU has passed the gate before it; undo it, and raise, where it does not.
 
         The GPU does not wait: it has the step to compute while the host goes on.
         """
-        self._taking = True  # before the gate is looked at: an abort closes it before it asks for this
+        self._running = True  # before the gate is looked at: an abort closes it before it asks for this
         try:
             self._raise_if_closed()
-            self._take(step, optimizer)
+            self._run_gated(step, optimizer)
         finally:
-            self._taking = False
+            self._running = False
 
-    def _take(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
+    def _run_gated(self, step: Callable[[], object], optimizer: torch.optim.Optimizer) -> None:
         before = self._before.get(id(optimizer)) or self._before.setdefault(id(optimizer), HostState(optimizer))
         if not before.is_on_gpu:  # offloaded: the host has the gradients, and takes the step itself
             complete()
@@ -146,26 +146,26 @@ class StepGate:
         if self.has_lost_state:
             return
         with torch.no_grad():
-            changed = before.on_device()
+            tensors = before.on_device()
             self._side.wait_event(self._stepped[(self._count - 1) % 2])  # what the last step wrote is complete
             with torch.cuda.stream(self._side):
-                copies = _copied(changed)
+                values_before = _copied(tensors)
             self._side.synchronize()
             self._open(loses_state=False)
             self._await_passing()
             torch.cuda.synchronize()
-            for tensor, value in zip(changed, copies, strict=True):
+            for tensor, value in zip(tensors, values_before, strict=True):
                 tensor.copy_(value)
         before.put_back()
 
     def _await_passing(self) -> None:
         """Wait for the GPU without a lock of the driver; raise where it does not work any more."""
-        stream, asked = torch.cuda.current_stream(), time.monotonic()
+        stream, queried_at = torch.cuda.current_stream(), time.monotonic()
         while not self._has_passed():
             time.sleep(_PAUSE_SECONDS)
-            if time.monotonic() - asked < _SETTLE_SECONDS:
+            if time.monotonic() - queried_at < _SETTLE_SECONDS:
                 continue
-            asked = time.monotonic()
+            queried_at = time.monotonic()
             stream.query()  # raises where another process of the GPU's server failed, and this one with it
 
     def _open(self, *, loses_state: bool) -> None:
@@ -190,8 +190,8 @@ class StepGate:
 
 
 def _open_for_blocked(gate: weakref.ref[StepGate]) -> None:
-    while (found := gate()) is not None and not found.open_if_blocked():
-        del found
+    while (open_gate := gate()) is not None and not open_gate.open_if_blocked():
+        del open_gate
         time.sleep(_SETTLE_SECONDS)
 
 
@@ -203,7 +203,7 @@ class HostState:
         self.is_on_gpu = any(parameter.is_cuda for parameter in self._parameters())
         self._state: Any = None
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._known = -1
+        self._state_size = -1
         self._counters: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
@@ -211,8 +211,8 @@ class HostState:
         """Note it before a step; cheap, because each step does it."""
         state = self._optimizer.state
         self._entries = [(entry, dict(entry)) for entry in (*self._optimizer.param_groups, *state.values())]
-        if state is not self._state or len(state) != self._known:  # another one after load_state_dict
-            self._state, self._known = state, len(state)
+        if state is not self._state or len(state) != self._state_size:  # another one after load_state_dict
+            self._state, self._state_size = state, len(state)
             self._counters = [value for value in self._tensors() if not value.is_cuda]
             self._copies = [value.clone() for value in self._counters]
         if self._counters:
@@ -225,11 +225,11 @@ class HostState:
 
     def put_back(self) -> None:
         """Undo a step."""
-        for parameter in list(self._optimizer.state)[self._known :]:  # the first step made it
+        for parameter in list(self._optimizer.state)[self._state_size :]:  # the first step made it
             del self._optimizer.state[parameter]
-        for entry, noted in self._entries:
+        for entry, values in self._entries:
             entry.clear()
-            entry.update(noted)
+            entry.update(values)
         if self._counters:
             foreach_copy_(self._counters, self._copies)
 
@@ -237,15 +237,15 @@ class HostState:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [value for _, noted in self._entries for value in noted.values() if isinstance(value, torch.Tensor)]
+        return [value for _, values in self._entries for value in values.values() if isinstance(value, torch.Tensor)]
 
 
 def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copy tensors on the GPU where it has room, else to the host."""
-    needed = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    wanted_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     free, total = torch.cuda.mem_get_info()
-    allowed = total * torch.cuda.get_per_process_memory_fraction() - torch.cuda.memory_reserved()
-    if needed < min(free, allowed) / 2:
+    limit_bytes = total * torch.cuda.get_per_process_memory_fraction() - torch.cuda.memory_reserved()
+    if wanted_bytes < min(free, limit_bytes) / 2:
         return [tensor.detach().clone() for tensor in tensors]
     return [tensor.detach().cpu() for tensor in tensors]
 

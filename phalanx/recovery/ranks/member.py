@@ -68,7 +68,7 @@ class Member:
         self._control = socket.socket(fileno=control)
         self._positions: queue.SimpleQueue[Position | None] = queue.SimpleQueue()
         self._why: str | None = None
-        self._released = threading.Event()
+        self._release_event = threading.Event()
         """Whether all ranks have aborted, so that collectives over nccl may be ended."""
         self._generation = int(os.environ.get("PHALANX_GENERATION", "0"))
         self.on_regroup: Callable[[str], None] | None = None
@@ -84,10 +84,10 @@ class Member:
         return cls(int(os.environ.pop("PHALANX_CONTROL_FD")))
 
     def _listen(self) -> None:
-        while (received := messages.receive(self._control)) is not None:
-            order = decode(received[0])
+        while (message := messages.receive(self._control)) is not None:
+            order = decode(message[0])
             if isinstance(order, Abort):
-                self._released.clear()
+                self._release_event.clear()
                 self._why = order.why
                 abort_collectives(order.why)
                 self._try_to_send(RankAborted())
@@ -96,7 +96,7 @@ class Member:
             elif isinstance(order, LeaveAtStep) and self.on_regroup is not None:
                 self.on_regroup(order.why)
             elif isinstance(order, Position):
-                self._released.clear()
+                self._release_event.clear()
                 self._why = None  # here, and not where the position is read: an abort may follow at once
                 begin_group()
                 self._positions.put(order)
@@ -116,14 +116,14 @@ class Member:
     def _release(self) -> None:
         if self._why is not None:  # else this rank trains
             end_nccl()
-        self._released.set()
+        self._release_event.set()
 
     def await_release(self, why: str) -> None:
         """Wait until nccl's collectives may be ended: when all ranks have aborted, also those that noticed no loss."""
         if has_backend("nccl"):
             self._try_to_send(RankInterrupted(why))
             self._forming.begin()  # it does not hang: another rank may have to be killed before this one is released
-            self._released.wait()
+            self._release_event.wait()
             self._forming.end()
 
     def may_go_on(self, error: BaseException) -> bool:
@@ -144,7 +144,7 @@ class Member:
         self._forming.begin()  # a large model takes long to build
         return position
 
-    def joined(self, fixed: str = "") -> None:
+    def report_joined(self, fixed: str = "") -> None:
         """Report that this rank is in the group and has the state; `fixed`: why the number of ranks cannot change."""
         self._forming.end()
         _beat_during_compiles()
@@ -161,8 +161,8 @@ def _beat_during_compiles() -> None:
 def without_frames(error: BaseException) -> str:
     """Return an error's text, and release what its frames hold: models, and through them process groups."""
     text = error_line(type(error).__name__, str(error))
-    seen: Any = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
+    link: Any = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
     return text

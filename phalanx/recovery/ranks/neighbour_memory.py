@@ -54,7 +54,7 @@ class NeighbourMemory:
         """`exchange`: a gloo group of all ranks that nothing else uses."""
         self._plan = StatePlan()
         self._stagings = [Staging(), Staging()]
-        self._held: dict[_Key, dict[int, _Shard]] = {}
+        self._shards: dict[_Key, dict[int, _Shard]] = {}
         self._used: dict[_Key, Staging] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -64,32 +64,32 @@ class NeighbourMemory:
         """Use another group from now on, after the ranks have formed it; what is kept stays. Collective."""
         self._group = exchange
         self._plan = StatePlan()
-        self._planned: FileLayout | None = None
+        self._layout: FileLayout | None = None
         self._part = Index({}, {})
-        self._sent: Index | None = None
-        self._received: Index | None = None
-        hosts = self._gathered(socket.gethostname())
+        self._sent_index: Index | None = None
+        self._received_index: Index | None = None
+        hosts = self._gather(socket.gethostname())
         self._shift = _shift(hosts)
 
     @property
     def bytes(self) -> int:
         """The host memory that the shards take."""
-        return sum(shard.data.nbytes for shards in self._held.values() for shard in shards.values())
+        return sum(shard.data.nbytes for shards in self._shards.values() for shard in shards.values())
 
     def keep(self, snapshot: Snapshot, *, wait: bool = True) -> None:
         """Keep a step; collective. Without `wait` shards travel in the background, until `finish`."""
         self.finish()
         with collectives.over(self._group):
             token = self._plan.update(snapshot.tensors)
-        while len(self._held) > 1:
-            self._drop(next(iter(self._held)))
+        while len(self._shards) > 1:
+            self._drop(next(iter(self._shards)))
         staging = next(one for one in self._stagings if one not in self._used.values())
         staging.fill(self._plan.layout, self._plan.tensors())
         about = {**rank_content(self._plan.values(), snapshot.rank_state), "epoch": snapshot.epoch}
         if collectives.rank() == 0:  # equal on all ranks, or that of rank 0 counts
             about["shared"] = snapshot.shared
-        if self._planned is not self._plan.layout:
-            self._planned, self._part = self._plan.layout, self._plan.own_part(collectives.rank())
+        if self._layout is not self._plan.layout:
+            self._layout, self._part = self._plan.layout, self._plan.own_part(collectives.rank())
         self._plan.forget()
         shard = _Shard(about, torch.frombuffer(staging.view(), dtype=torch.uint8), self._part)
         key = _Key(snapshot.step, token, collectives.world_size())
@@ -123,17 +123,17 @@ class NeighbourMemory:
             if size > 1:
                 source = (rank - self._shift) % size
                 shards[source] = self._swap(shard, (rank + self._shift) % size, source)
-            self._held[key] = shards
+            self._shards[key] = shards
         except Exception as error:  # noqa: BLE001 - raised again by `finish`
             self._used.pop(key)
             self._error = error
 
     def _swap(self, shard: _Shard, target: int, source: int) -> _Shard:
         """Send a shard to a rank and receive one: the sizes of two messages, a description, and the data."""
-        part = None if shard.part is self._sent else shard.part
-        described = torch.frombuffer(bytearray(pickle.dumps((shard.about, part))), dtype=torch.uint8)
-        sent = (torch.tensor([described.numel(), shard.data.numel()]), described, shard.data)
-        sending = [dist.isend(one, group=self._group, group_dst=target) for one in sent]
+        part = None if shard.part is self._sent_index else shard.part
+        header = torch.frombuffer(bytearray(pickle.dumps((shard.about, part))), dtype=torch.uint8)
+        messages = (torch.tensor([header.numel(), shard.data.numel()]), header, shard.data)
+        sending = [dist.isend(one, group=self._group, group_dst=target) for one in messages]
         sizes = torch.empty(2, dtype=torch.int64)
         dist.recv(sizes, group=self._group, group_src=source)
         description, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
@@ -143,12 +143,12 @@ class NeighbourMemory:
             assert work is not None
             work.wait()
         about, part = pickle.loads(description.numpy().tobytes())
-        self._sent, self._received = shard.part, part or self._received
-        assert self._received is not None, "sent with the first shard"
-        return _Shard(about, data, self._received)
+        self._sent_index, self._received_index = shard.part, part or self._received_index
+        assert self._received_index is not None, "sent with the first shard"
+        return _Shard(about, data, self._received_index)
 
     def _drop(self, key: _Key) -> None:
-        del self._held[key]
+        del self._shards[key]
         self._used.pop(key, None)
 
     def newest(self) -> int | None:
@@ -162,15 +162,15 @@ class NeighbourMemory:
         if complete is None:
             return None
         key, holders = complete
-        mine = self._held.get(key, {})
+        local_shards = self._shards.get(key, {})
         rank = dist.get_rank(self._group)
-        sent = {r: (mine[r].about, mine[r].part) for r, holder in holders.items() if holder == rank}
-        shards = {r: one for part in self._gathered(sent) for r, one in part.items()}
+        offers = {r: (local_shards[r].about, local_shards[r].part) for r, holder in holders.items() if holder == rank}
+        shards = {r: one for part in self._gather(offers) for r, one in part.items()}
         about = {r: one for r, (one, _) in shards.items()}
-        index = _indexed([shards[r][1] for r in sorted(shards)])
+        index = _joint_index([shards[r][1] for r in sorted(shards)])
         boxes = plan_reads(index, template, lambda r: from_plain(about[r]["objects"]), f"step {key.step} in memory")
         names = {shard_name(r): r for r in range(key.world_size)}
-        data = self._collected(mine, holders, {names[box.part.file] for box in boxes})
+        data = self._collect(local_shards, holders, {names[box.part.file] for box in boxes})
         read_boxes(index, lambda file, leaf: _MemoryReader(data[names[file]]), boxes)
         notes = []
         same = key.world_size == dist.get_world_size(self._group)
@@ -178,25 +178,27 @@ class NeighbourMemory:
             now = dist.get_world_size(self._group)
             notes = [f"kept by {key.world_size} ranks and loaded by {now}: each rank's random state starts afresh"]
         state = from_plain(about[rank]["state"]) if same else None
-        for other in [other for other in self._held if other != key]:
+        for other in [other for other in self._shards if other != key]:
             self._drop(other)
         return LoadedState(key.step, about[0]["epoch"], about[0]["shared"], state, notes)
 
     def _complete(self) -> tuple[_Key, dict[int, int]] | None:
         """Return the newest complete step, and for each of its shards a rank that holds it."""
-        shards_of_ranks = self._gathered({key: sorted(shards) for key, shards in self._held.items()})
+        shards_of_ranks = self._gather({key: sorted(shards) for key, shards in self._shards.items()})
         for key in sorted({key for part in shards_of_ranks for key in part}, reverse=True):
             holders = {r: rank for rank, part in reversed(list(enumerate(shards_of_ranks))) for r in part.get(key, ())}
             if holders.keys() >= set(range(key.world_size)):
                 return key, holders
         return None
 
-    def _collected(self, mine: dict[int, _Shard], holders: dict[int, int], needed: set[int]) -> dict[int, torch.Tensor]:
+    def _collect(
+        self, local_shards: dict[int, _Shard], holders: dict[int, int], wanted: set[int]
+    ) -> dict[int, torch.Tensor]:
         """Return the shards that this rank needs; each that it does not hold is sent by its holder."""
         rank = dist.get_rank(self._group)
-        data = {r: shard.data for r, shard in mine.items()}
-        requests = self._gathered(sorted(needed - data.keys()))
-        sizes = {r: n for part in self._gathered({r: d.numel() for r, d in data.items()}) for r, n in part.items()}
+        data = {r: shard.data for r, shard in local_shards.items()}
+        requests = self._gather(sorted(wanted - data.keys()))
+        sizes = {r: n for part in self._gather({r: d.numel() for r, d in data.items()}) for r, n in part.items()}
         sending = [
             dist.isend(data[r], group=self._group, group_dst=receiver, tag=r)
             for receiver, shards in enumerate(requests)
@@ -211,10 +213,10 @@ class NeighbourMemory:
             work.wait()
         return data
 
-    def _gathered(self, item: Any) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, item, group=self._group)
-        return gathered
+    def _gather(self, item: Any) -> list[Any]:
+        items: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(items, item, group=self._group)
+        return items
 
 
 class _MemoryReader(Reader):
@@ -233,7 +235,7 @@ class _MemoryReader(Reader):
         pass
 
 
-def _indexed(parts: list[Index]) -> Index:
+def _joint_index(parts: list[Index]) -> Index:
     """Return the index of all shards from that of each, with leaves that have no hash."""
     tensors: dict[str, StoredTensor] = {}
     for shard_part in parts:

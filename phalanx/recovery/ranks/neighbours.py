@@ -58,11 +58,11 @@ class Neighbours(Callback):
             return None
         fill_optimizers(formation)
         template = state_tensors(formation)
-        loaded = self._memory.load(template)
-        if loaded is None:
+        snapshot = self._memory.load(template)
+        if snapshot is None:
             return None
-        content = Snapshot(loaded.step, loaded.epoch, template, loaded.rank_state, loaded.shared)
+        content = Snapshot(snapshot.step, snapshot.epoch, template, snapshot.rank_state, snapshot.shared)
         state = load_kept(formation, content, "the memory of the ranks")
-        if loaded.rank_state is not None and formation.strategy.keeps_rank_state:
-            formation.strategy.load_rank_state([loaded.rank_state], 1.0)
+        if snapshot.rank_state is not None and formation.strategy.keeps_rank_state:
+            formation.strategy.load_rank_state([snapshot.rank_state], 1.0)
         return state

@@ -32,7 +32,7 @@ from phalanx.recovery.messages import Position
 from phalanx.recovery.ranks.gate import StepGate
 from phalanx.recovery.ranks.member import Member, Regroup, without_frames
 from phalanx.strategies.base import share_weights
-from phalanx.world.abort import leave_groups, raise_if_aborted, take_spent
+from phalanx.world.abort import leave_groups, pop_recovery_seconds, raise_if_aborted
 from phalanx.world.env import read_rank_env, stop_signals
 from phalanx.world.groups import forget_groups
 from phalanx.world.world import World
@@ -56,11 +56,11 @@ class Survivor:
         self.run_dir: Path | None = None
         self.stop_requested: str | None = None
         """The signal that asked this process to stop between two loops; the next loop stops for it."""
-        self._captured: RunState | None = None
+        self._state: RunState | None = None
         self._boundary = StepBoundary()
         self._run_id = ""
         self._loop: TrainLoop | None = None
-        self._trained_before: dict[str, bool] = {}
+        self._trainable_before: dict[str, bool] = {}
         self._unfrozen: tuple[int, dict[str, bool]] = (-1, {})
         self.is_stale = False
         """Whether the objects of the task were trained, and their state is not in memory: they begin no run."""
@@ -68,7 +68,7 @@ class Survivor:
     @property
     def step(self) -> int:
         """The last complete step, -1 where there is none."""
-        return -1 if self._captured is None else self._captured.step
+        return -1 if self._state is None else self._state.step
 
     def run(self, loop: TrainLoop, run_dir: Path) -> History:
         """Run the loop from the captured state; capture it again when ranks are lost or added."""
@@ -77,7 +77,7 @@ class Survivor:
         loop.hooks.add(self._boundary)
         loop.hooks.add(_StartCallback(self._drop))
         strategy = loop.formation.strategy  # shards are kept with the losses; ranks that do not wait keep their own
-        loop.report.loss_log.sums_each_step = (
+        loop.report.loss_log.sums_per_step = (
             loop.formation.world_size > 1 and strategy.in_lockstep and not strategy.shards
         )
         self._loop = loop
@@ -87,7 +87,7 @@ class Survivor:
         try:
             return loop.run()
         except BaseException as error:
-            self._interrupted(loop, error)
+            self._handle_interruption(loop, error)
             raise
 
     @contextmanager
@@ -98,31 +98,31 @@ class Survivor:
             yield
         except BaseException as error:
             if self._loop is not None:
-                self._interrupted(self._loop, error)
+                self._handle_interruption(self._loop, error)
             raise
         if self._loop is not None:  # the group is left after this
-            self._captured = self._capture(self._loop, self._boundary)
+            self._state = self._capture(self._loop, self._boundary)
             self._loop = None
 
-    def _interrupted(self, loop: TrainLoop, error: BaseException) -> None:
+    def _handle_interruption(self, loop: TrainLoop, error: BaseException) -> None:
         self._loop = None
         loop.formation.saver.release(_SAVE_SECONDS, ranks_lost=self.may_go_on(error))
         self.stop_requested = loop.stop.from_outside or self.stop_requested
-        self._captured = self._capture(loop, self._boundary)
-        self.is_stale = self._captured is None and loop.step > 0
-        now = _trained(loop.task.model)
-        changed = {name: flag for name, flag in now.items() if self._trained_before.get(name, flag) != flag}
-        self._unfrozen = (loop.step, changed)
+        self._state = self._capture(loop, self._boundary)
+        self.is_stale = self._state is None and loop.step > 0
+        now = _trainable_flags(loop.task.model)
+        flags = {name: flag for name, flag in now.items() if self._trainable_before.get(name, flag) != flag}
+        self._unfrozen = (loop.step, flags)
         loop.report.interrupted()
 
     def _drop(self) -> None:
         """Release the captured state: the loop has it, and captures a newer one when it is interrupted."""
-        self._captured = None
+        self._state = None
 
     def _capture(self, loop: TrainLoop, boundary: StepBoundary) -> RunState | None:
         """Return the state of the last complete step; None where it was lost with other ranks."""
         try:
-            return capture(loop.state, loop.evaluation, boundary) or self._captured
+            return capture(loop.state, loop.evaluation, boundary) or self._state
         except (CommunicationError, OSError, EOFError) as error:
             loop.report.say(f"the state is not in memory any more: {error}", "warning")
             return None
@@ -132,13 +132,13 @@ class Survivor:
 
         All ranks call this. The name is that which ranks know that were there before: checkpoints and locks have it.
         """
-        self._trained_before = self._trained_before or _trained(model)
-        known = gather_to_all((self.run_dir is not None, self._run_id, self._unfrozen))
-        names = [name for began, name, _ in known if began] or [known[0][1]]
+        self._trainable_before = self._trainable_before or _trainable_flags(model)
+        facts = gather_to_all((self.run_dir is not None, self._run_id, self._unfrozen))
+        names = [name for began, name, _ in facts if began] or [facts[0][1]]
         self._run_id = formation.run_id = names[0]
-        _, changed = max((unfrozen for _, _, unfrozen in known), key=lambda unfrozen: unfrozen[0])
+        _, flags = max((unfrozen for _, _, unfrozen in facts), key=lambda unfrozen: unfrozen[0])
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(changed.get(name, parameter.requires_grad))
+            parameter.requires_grad_(flags.get(name, parameter.requires_grad))
 
     def may_go_on(self, error: BaseException) -> bool:
         """Whether an error only says that the ranks change, so that the others must not wait for this one."""
@@ -149,7 +149,7 @@ class Survivor:
 
     def restore_or_resume(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:
         """Return what restores the state from memory where some rank has it, else from a checkpoint."""
-        return lambda: restore(loop.formation, self._captured) or self.resume(loop)
+        return lambda: restore(loop.formation, self._state) or self.resume(loop)
 
     def resume(self, loop: TrainLoop) -> dict[str, Any] | None:
         """Restore the last checkpoint of this run, else begin as the run did."""
@@ -220,7 +220,7 @@ class ElasticSurvivor(Survivor):
 
         def restore_and_join() -> dict[str, Any] | None:
             state = began()
-            self._member.joined(loop.train_loader.sharded.fixed_ranks)
+            self._member.report_joined(loop.train_loader.sharded.fixed_ranks)
             return state
 
         loop.restore = restore_and_join
@@ -229,7 +229,7 @@ class ElasticSurvivor(Survivor):
         loop.reseed = loop.formation.reseed  # a step that is done again must draw the same numbers
         loop.control.before_stop = self._leave_if_regrouping
         if self._change is None:
-            take_spent()  # the first group is start-up
+            pop_recovery_seconds()  # the first group is start-up
         else:
             loop.state.regrouped = True
             loop.hooks.add(_ReportRecovery(loop.report, self._change, max(self.step, self._step_before)))
@@ -260,22 +260,22 @@ class ElasticSurvivor(Survivor):
         assert self._loop is not None, "called by the loop that runs"
         if self._loop.stop.regroups:
             self._loop.losses_checked()  # all ranks are here: none of these losses is lost
-            _await_all(self._loop.formation.world)
+            _wait_for_all(self._loop.formation.world)
             raise Regroup(self._loop.stop.reason)
 
 
-def _await_all(world: World) -> None:
+def _wait_for_all(world: World) -> None:
     """Wait, by the store, until all ranks are here: what nccl still sends to a slower one must not be ended."""
     if world.store is None:
         return
-    here = world.store.add("regroup", 1)
-    while here < world.world_size:
+    present = world.store.add("regroup", 1)
+    while present < world.world_size:
         raise_if_aborted()
         time.sleep(_POLL_SECONDS)
-        here = world.store.add("regroup", 0)
+        present = world.store.add("regroup", 0)
 
 
-def _trained(model: nn.Module) -> dict[str, bool]:
+def _trainable_flags(model: nn.Module) -> dict[str, bool]:
     return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
@@ -322,7 +322,7 @@ class _ReportRecovery(Callback):
                 reason=self._change.reason,
                 world_size=trainer.formation.world_size,
                 lost=list(self._change.lost),
-                parts=take_spent(),
+                parts=pop_recovery_seconds(),
             )
         )
 
