@@ -39,17 +39,17 @@ class LoadedState:
     """The states of the ranks that saved it which fall to this one; where there are more ranks now, that of rank 0."""
 
 
-def load(checkpoint: Checkpoint, template: dict[str, Any], *, take_over: bool = False) -> LoadedState:
+def load(checkpoint: Checkpoint, template: dict[str, Any], *, with_lost_ranks: bool = False) -> LoadedState:
     """Read a checkpoint into `template`, a state dict in the layout of this run; collective with a process group.
 
     `template` may have fewer top-level entries than the checkpoint (for instance only the model). Tensors are filled in
-    place from any layout; numbers are replaced. `take_over`: also read the states of ranks that are not there any more.
+    place from any layout; numbers are replaced. `with_lost_ranks`: also read the states of ranks that are gone.
     An error on any rank is raised on all of them.
     """
 
     def read() -> LoadedState:
         _fill(checkpoint, template)
-        return _loaded(checkpoint, take_over=take_over)
+        return _loaded(checkpoint, with_lost_ranks=with_lost_ranks)
 
     return collectives.on_all(read)
 
@@ -60,7 +60,7 @@ def load_newest(
     *,
     required: bool = False,
     run_id: str | None = None,
-    take_over: bool = False,
+    with_lost_ranks: bool = False,
 ) -> tuple[Choice, dict[str, Any], LoadedState | None]:
     """Choose as `choose` does and load into the template for it; what is read is verified while it is read.
 
@@ -71,12 +71,12 @@ def load_newest(
         return choice, {}, None
     try:
         template = template_of(choice.checkpoint)
-        return choice, template, load(choice.checkpoint, template, take_over=take_over)
+        return choice, template, load(choice.checkpoint, template, with_lost_ranks=with_lost_ranks)
     except DamagedError:  # the state may be half loaded: only an intact checkpoint helps
         choice = choose(path, required=True, run_id=run_id)
         assert choice.checkpoint is not None, "required"
         template = template_of(choice.checkpoint)
-        return choice, template, load(choice.checkpoint, template, take_over=take_over)
+        return choice, template, load(choice.checkpoint, template, with_lost_ranks=with_lost_ranks)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -157,7 +157,7 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     return {name: TensorInfo(one.shape, one.dtype) for name, one in read_index(checkpoint).tensors.items()}
 
 
-def _loaded(checkpoint: Checkpoint, *, take_over: bool) -> LoadedState:
+def _loaded(checkpoint: Checkpoint, *, with_lost_ranks: bool) -> LoadedState:
     """Return everything of a checkpoint that is not a tensor."""
     manifest, rank = checkpoint.manifest, collectives.rank()
     then, now = manifest.world_size, collectives.world_size()
@@ -166,7 +166,7 @@ def _loaded(checkpoint: Checkpoint, *, take_over: bool) -> LoadedState:
         state = _rank_file(checkpoint, rank)["state"]
         return LoadedState(*about, state, taken_over=[state])
     note = f"saved by {then} ranks and resumed by {now}: each rank's random state starts afresh"
-    old = (range(rank, then, now) or [0]) if take_over else []
+    old = (range(rank, then, now) or [0]) if with_lost_ranks else []
     return LoadedState(*about, None, [note], [_rank_file(checkpoint, old_rank)["state"] for old_rank in old])
 
 

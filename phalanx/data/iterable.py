@@ -37,7 +37,7 @@ class StreamSlot(NamedTuple):
 
     worker: int = 0
     workers: int = 1
-    own_process: bool = False
+    in_worker: bool = False
 
 
 class BlockStream(IterableDataset[StreamBlock]):
@@ -65,9 +65,9 @@ class BlockStream(IterableDataset[StreamBlock]):
         self._slot: StreamSlot | None = None
         parts = layout.dp_size * max(workers, 1)
         # The position of a sample of a user's shard in the whole stream is not known; that of ReadyItems is.
-        ordered = not in_order or isinstance(dataset, ReadyItems)
-        self.shards_itself = parts > 1 and ordered and _can_shard(dataset, parts)
-        self.may_shard = ordered and _can_shard(dataset, 1)
+        keeps_order = not in_order or isinstance(dataset, ReadyItems)
+        self.shards_itself = parts > 1 and keeps_order and _can_shard(dataset, parts)
+        self.may_shard = keeps_order and _can_shard(dataset, 1)
         """Whether it shards itself at some number of ranks, though perhaps not at this one."""
         # Shared with the worker processes, as persistent ones keep the copy of this object they were started with.
         self._start = torch.zeros(3, dtype=torch.int64)
@@ -79,30 +79,30 @@ class BlockStream(IterableDataset[StreamBlock]):
         self._start.copy_(torch.tensor([epoch, start, skipped]))
 
     def __iter__(self) -> Iterator[StreamBlock]:
-        self._slot = self._slot or _own_slot()
+        self._slot = self._slot or _current_slot()
         epoch, start, skipped = self._start.tolist()
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)
         if self.shards_itself:
-            return self._own_shard(epoch, skipped, self._slot)
+            return self._read_shard(epoch, skipped, self._slot)
         return self._strided(epoch, start, self._slot)
 
     def _strided(self, epoch: int, start: int, slot: StreamSlot) -> Iterator[StreamBlock]:
         """Read everything, keep every `dp_size x workers`-th block; DataLoader's round robin restores their order."""
         layout = self._layout
-        stride, mine = layout.dp_size * slot.workers, slot.worker * layout.dp_size + layout.dp_rank
+        stride, offset = layout.dp_size * slot.workers, slot.worker * layout.dp_size + layout.dp_rank
         reader = _Reader(self, self.dataset, (epoch,))
         first = reader.skip(start)
         number = 0
         while items := reader.read(self.items_per_block):
             first = first or items[:1]
-            if number % stride == mine:
+            if number % stride == offset:
                 yield reader.block(items)
             number += 1
-        if number <= mine and slot.worker == 0 and first:
+        if number <= offset and slot.worker == 0 and first:
             yield reader.block(first)._replace(samples=0)
 
-    def _own_shard(self, epoch: int, skipped: int, slot: StreamSlot) -> Iterator[StreamBlock]:
+    def _read_shard(self, epoch: int, skipped: int, slot: StreamSlot) -> Iterator[StreamBlock]:
         layout = self._layout
         index, parts = layout.dp_rank * slot.workers + slot.worker, layout.dp_size * slot.workers
         reader = _Reader(self, self.dataset.shard(num_shards=parts, index=index), (epoch, index))
@@ -119,7 +119,7 @@ class BlockStream(IterableDataset[StreamBlock]):
         if not (self._collates_randomly if collating else self._reads_randomly):
             return nullcontext()
         seed = derive_seed(self._seed, *parts)
-        if self._slot is not None and self._slot.own_process:
+        if self._slot is not None and self._slot.in_worker:
             seed_process(seed)
             return nullcontext()
         return rng_scope(seed)
@@ -202,7 +202,7 @@ def _can_shard(dataset: Any, parts: int) -> bool:
     return not isinstance(available, int) or available >= parts
 
 
-def _own_slot() -> StreamSlot:
+def _current_slot() -> StreamSlot:
     """Return this worker's number, and hide it from the user's data set.
 
     Data sets split themselves by get_worker_info(); here each worker must read the whole stream.
@@ -211,4 +211,4 @@ def _own_slot() -> StreamSlot:
     if info is None:
         return StreamSlot()
     torch_compat.hide_worker_info()
-    return StreamSlot(info.id, info.num_workers, own_process=True)
+    return StreamSlot(info.id, info.num_workers, in_worker=True)

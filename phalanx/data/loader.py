@@ -127,7 +127,7 @@ class ShardedLoader:
         self._resuming = self._finished = False
         self.leaves_small = False
         """Whether batches of some kilobytes stay on the host: a captured step copies them to where it reads them."""
-        self.own_metrics: Mapping[str, Any] | None = None
+        self.dataset_metrics: Mapping[str, Any] | None = None
         """The metrics that the data set says it is measured with, its attribute `metrics`."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -293,7 +293,7 @@ def shard_loader(
     pin_first = read.workers.pin_memory and read.workers.num_workers == 0
     sharded = ShardedLoader(batches, layout, device, notes, training=training, pin_first=pin_first)
     metrics = getattr(read.dataset, "metrics", None)
-    sharded.own_metrics = metrics if isinstance(metrics, Mapping) else None
+    sharded.dataset_metrics = metrics if isinstance(metrics, Mapping) else None
     return sharded
 
 

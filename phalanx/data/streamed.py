@@ -22,7 +22,7 @@ from phalanx.errors import DataError
 class AgreedStep:
     """One optimizer step: this rank's blocks, and the totals over all ranks."""
 
-    own_blocks: list[StreamBlock]
+    local_blocks: list[StreamBlock]
     samples: int
     micro_steps: int
     blocks: int
@@ -62,7 +62,7 @@ def agreed_steps(
     With several ranks the counts are reduced one step ahead, while the step before is computed.
     """
     if layout.dp_size == 1:
-        while (step := _Pending(_take(blocks, layout), layout, None).result()).blocks:
+        while (step := _Pending(_next_blocks(blocks, layout), layout, None).result()).blocks:
             yield step
         return
     if not (dist.is_available() and dist.is_initialized()):
@@ -70,16 +70,16 @@ def agreed_steps(
             f"iterable data on {layout.dp_size} ranks needs torch.distributed: ranks agree on the counts of each step.",
             hint="Call torch.distributed.init_process_group() first, or train through a Phalanx trainer.",
         )
-    pending = _Pending(_take(blocks, layout), layout, group)
+    pending = _Pending(_next_blocks(blocks, layout), layout, group)
     try:
         while (step := pending.result()).blocks:
-            pending = _Pending(_take(blocks, layout), layout, group)
+            pending = _Pending(_next_blocks(blocks, layout), layout, group)
             yield step
     finally:
         pending.settle()
 
 
-def _take(blocks: Iterator[StreamBlock], layout: BatchSplit) -> list[StreamBlock]:
+def _next_blocks(blocks: Iterator[StreamBlock], layout: BatchSplit) -> list[StreamBlock]:
     return list(itertools.islice(blocks, layout.accumulation))
 
 
@@ -161,7 +161,7 @@ class StreamedBatches(Batches):
 
     def _micro_batches_of(self, step: AgreedStep, blocks: _OwnBlocks) -> Iterator[tuple[MicroInfo, Any]]:
         for micro in range(step.micro_steps):
-            block = step.own_blocks[micro] if micro < len(step.own_blocks) else self._placeholder(blocks)
+            block = step.local_blocks[micro] if micro < len(step.local_blocks) else self._placeholder(blocks)
             last = micro == step.micro_steps - 1
             yield self._layout.info(block.samples, step.samples, boundary=last, offset=block.offset), block.batch
 

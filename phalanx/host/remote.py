@@ -38,23 +38,23 @@ _WITH_FOLDERS = ("ssh", "sftp", "hdfs", "arrow_hdfs", "webhdfs", "smb", "ftp", "
 """Protocols whose folders must be made; in the others a folder is the beginning of names."""
 
 
-def is_url(place: str) -> bool:
+def is_url(location: str) -> bool:
     """Whether a place that a user gave is a URL, and not a path."""
-    return _URL.match(place) is not None
+    return _URL.match(location) is not None
 
 
-def as_path(place: str | Path) -> Path:
+def as_path(location: str | Path) -> Path:
     """Return the path that a user gave, a `RemotePath` for a URL; UsageError for an unknown protocol."""
-    if isinstance(place, Path):
-        return place
-    if not is_url(place):
-        return Path(place)
-    scheme, _, rest = place.partition("://")
+    if isinstance(location, Path):
+        return location
+    if not is_url(location):
+        return Path(location)
+    scheme, _, rest = location.partition("://")
     if scheme in ("file", "local"):
         return Path("/" + rest.lstrip("/"))
     if not rest.strip("/"):
-        raise UsageError(f"{place} names no folder", hint=f"Write {scheme}://bucket/folder")
-    path = RemotePath(place)
+        raise UsageError(f"{location} names no folder", hint=f"Write {scheme}://bucket/folder")
+    path = RemotePath(location)
     path.file_system  # noqa: B018  an unknown protocol and a missing package are reported here
     return path
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def own_modes(model: nn.Module) -> Iterator[None]:
+def user_modes(model: nn.Module) -> Iterator[None]:
     """Return every module of a model to the mode (train or eval) that it was in, at the end."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -73,10 +73,10 @@ def evaluate(
     """
     formation.strategy.consolidate(model)
     bare = model if formation.strategy.shards else formation.unwrap(model)
-    metrics = loader.sharded.own_metrics if metrics is None else metrics
+    metrics = loader.sharded.dataset_metrics if metrics is None else metrics
     sums = MetricSums(metrics, formation.device, leads_samples=formation.world.leads_samples)
     forward = None
-    with own_modes(bare):
+    with user_modes(bare):
         bare.eval()
         for batch in _first_batches(loader, limit):
             forward = forward or decide_forward(formation.unwrap(model), loss_fn, batch)
@@ -133,9 +133,9 @@ class Evaluation:
         if self._every is None or not batches or not is_new:
             return
         assert self._loader is not None, "only with validation data"
-        task, own_metrics = state.task, self._loader.sharded.own_metrics
+        task, dataset_metrics = state.task, self._loader.sharded.dataset_metrics
         unclear: list[str] = []
-        with _as_before(own_metrics if task.metrics is None else task.metrics):
+        with _as_before(dataset_metrics if task.metrics is None else task.metrics):
             measured = self._measured(batches, unclear)
         names = None if unclear else ["train/loss", *(f"val/{name}" for name in measured)]
         check_metrics(state.config, has_val=True, names=names)
@@ -253,7 +253,7 @@ def predict(formation: Formation, model: nn.Module, loader: PreparedLoader) -> l
     """Return this rank's outputs as (position of the batch's first sample, output on the CPU)."""
     bare = model if formation.strategy.shards else formation.unwrap(model)
     outputs: list[tuple[int, Any]] = []
-    with own_modes(bare):
+    with user_modes(bare):
         bare.eval()
         for batch in loader:
             with formation.autocast():

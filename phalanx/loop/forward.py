@@ -162,8 +162,10 @@ def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forw
     if loss_fn is not None:
         return Forward(partial(_with_loss, loss_fn=loss_fn), itemgetter(-1), loss_fn=loss_fn, counting=counting)
     if _takes_targets(model, len(batch)):
-        own_loss = model.loss_from_output if implements(model, LossFromOutput) else None
-        return Forward(_with_targets, itemgetter(-1), loss_fn=own_loss, may_shift=own_loss is None, counting=counting)
+        model_loss = model.loss_from_output if implements(model, LossFromOutput) else None
+        return Forward(
+            _with_targets, itemgetter(-1), loss_fn=model_loss, may_shift=model_loss is None, counting=counting
+        )
     note = "no loss_fn given: the loss follows the targets (labels: cross entropy, numbers: MSE)"
     return Forward(_with_implied_loss, itemgetter(-1), note, loss_fn=implied_loss, counting=counting)
 
@@ -329,7 +331,7 @@ def raise_explained(error: RuntimeError | ValueError | IndexError, model: nn.Mod
         _raise_about_labels(error)
     if not _ABOUT_SHAPES.search(str(error)) or isinstance(error, PhalanxError):
         raise error
-    cause = _place(error.__traceback__, model)
+    cause = _failed_layer(error.__traceback__, model)
     first = first_line(error)
     hints = (hint for pattern, hint in _WHAT_TO_DO.items() if re.search(pattern, first))
     hint = next(hints, "Change the data or the layer so that they agree.")
@@ -358,7 +360,7 @@ def _raise_about_labels(error: Exception) -> NoReturn:
     raise error
 
 
-def _place(trace: TracebackType | None, model: nn.Module) -> str:
+def _failed_layer(trace: TracebackType | None, model: nn.Module) -> str:
     """Return the innermost layer of torch, or else the loss, in whose call the error was raised, and what it got."""
     names = {id(module): name for name, module in model.named_modules()}
     text = ""

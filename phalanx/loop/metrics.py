@@ -185,11 +185,11 @@ def _gathered(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).cpu()
 
 
-def default_metrics(output: Any, target: Any, own_loss: torch.Tensor | None = None) -> dict[str, Metric]:
+def default_metrics(output: Any, target: Any, model_loss: torch.Tensor | None = None) -> dict[str, Metric]:
     """Return accuracy where outputs are class scores for integer labels, else nothing.
 
-    `own_loss`: the loss of a model that computes it itself. For sequences, it may compare each label with the scores of
-    the same position or of the one before; its value shows which. All ranks call this together.
+    `model_loss`: the loss of a model that computes it itself. For sequences, it may compare each label with the scores
+    of the same position or of the one before; its value shows which. All ranks call this together.
     """
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
         return {}
@@ -197,8 +197,8 @@ def default_metrics(output: Any, target: Any, own_loss: torch.Tensor | None = No
     if not labels or output.ndim != target.ndim + 1 or not output.is_floating_point():
         return {}
     metric: Metric | None = accuracy
-    if own_loss is not None and target.ndim > 1:
-        metric = _alignment(output, target, own_loss)
+    if model_loss is not None and target.ndim > 1:
+        metric = _alignment(output, target, model_loss)
     return {} if metric is None else {"accuracy": metric}
 
 
@@ -206,13 +206,15 @@ _TOLERANCE = 1e-3
 """Relative; half precision in the model's own loss stays well below it."""
 
 
-def _alignment(output: torch.Tensor, target: torch.Tensor, own_loss: torch.Tensor) -> Metric | None:
+def _alignment(output: torch.Tensor, target: torch.Tensor, model_loss: torch.Tensor) -> Metric | None:
     """Return the accuracy whose labels are those of the model's loss; None where neither explains the loss."""
     errors = torch.full((2,), math.inf, dtype=torch.float64, device=output.device)
     if target.ndim == 2 and output.shape[:-1] == target.shape:
         pairs = ((output, target), (output[:, :-1], target[:, 1:]))
         losses = torch.stack([_cross_entropy(*pair) for pair in pairs])
-        errors = ((losses - own_loss.double()) / own_loss.double()).abs().nan_to_num(0.0)  # NaN: no label in the batch
+        errors = (
+            ((losses - model_loss.double()) / model_loss.double()).abs().nan_to_num(0.0)
+        )  # NaN: no label in the batch
     if dist.is_initialized():
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     aligned, shifted = errors.tolist()
@@ -243,9 +245,9 @@ def token_accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
 
 def accuracy(output: torch.Tensor, target: torch.Tensor, classes: int | None = None) -> Any:
     """Return how often the highest score is right, and the number of labels; those below 0 do not count."""
-    counted = target >= 0
+    valid = target >= 0
     hits = output.argmax(dim=class_axis(output, target) if classes is None else classes) == target
-    return (hits & counted).sum(), counted.sum()
+    return (hits & valid).sum(), valid.sum()
 
 
 def whole_accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -256,8 +258,8 @@ def whole_accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def top5_accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
     """Return how often the label is among the five highest of scores [samples, classes], and the number of labels."""
     highest = output.topk(min(5, output.shape[1]), dim=1).indices
-    counted = target >= 0
-    return ((highest == target[:, None]).any(1) & counted).sum(), counted.sum()
+    valid = target >= 0
+    return ((highest == target[:, None]).any(1) & valid).sum(), valid.sum()
 
 
 def class_axis(output: torch.Tensor, target: torch.Tensor) -> int:
@@ -314,7 +316,7 @@ def _refuse_shapes(loss_fn: Any, output: torch.Size, target: torch.Size) -> None
     hint = "Give outputs and targets of one shape."
     if output == (*target, 1):
         hint = "Write output.squeeze(-1) at the end of the model's forward, or give target.unsqueeze(-1) in the data."
-        if (loss_name := _own_name(name)) in LOSSES:
+        if (loss_name := _loss_name(name)) in LOSSES:
             hint += f" Or loss_fn='{loss_name}', which compares them one by one."
     elif target == (*output, 1):
         hint = "Give target.squeeze(-1) in the data, or write output.unsqueeze(-1) at the end of the model's forward."
@@ -361,7 +363,7 @@ _SAME = {
 """Names of torch's classes and of other libraries."""
 
 
-def _own_name(alias: str) -> str:
+def _loss_name(alias: str) -> str:
     """Return the name in `LOSSES` of a name of torch's or of another library's; an unknown one nearly as it is."""
     name = alias.lower().replace("-", "_").removesuffix("loss").rstrip("_")
     return _SAME.get(name, name)
@@ -371,7 +373,7 @@ def find_loss(loss: Any) -> LossFn | None:
     """Return the loss function of a name, or the one given; raise for what cannot be called with (output, target)."""
     hint = f"Give one of {', '.join(LOSSES)}, or a function: loss_fn=lambda output, target: ..."
     if isinstance(loss, str):
-        name = _own_name(loss)
+        name = _loss_name(loss)
         if name not in LOSSES:
             raise UsageError(unknown_name("loss", loss, LOSSES), hint="Or give a function: loss_fn=lambda o, t: ...")
         return LOSSES[name]

@@ -107,7 +107,7 @@ def restore_snapshot(
     run_id = formation.run_id if this_run else None
     residuals = formation.strategy.keeps_rank_state
     choice, template, loaded = checkpoint.load_newest(
-        directory, template_of, required=required, run_id=run_id, take_over=residuals
+        directory, template_of, required=required, run_id=run_id, with_lost_ranks=residuals
     )
     formation.notes += choice.notes
     if choice.checkpoint is None or loaded is None:

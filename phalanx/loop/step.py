@@ -34,7 +34,7 @@ class StepCapture(Protocol):
 
     is_off: bool
 
-    def take(
+    def run(
         self,
         forward: Forward,
         batches: Iterator[Any],

@@ -66,8 +66,8 @@ def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any,
     if task.training_step is None:
         model = formation.prepare(task.model)
         return model, formation.prepare(make_optimizer(task, formation.config, formation.device)), None
-    own_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)
-    return task.model, own_step.groups, own_step
+    user_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)
+    return task.model, user_step.groups, user_step
 
 
 def class_names(data: Any) -> list[str]:
@@ -149,7 +149,7 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
         raise UsageError("fit() needs training data", hint="Pass a DataLoader, a data set or an iterable of batches.")
     for data in (task.train, task.val):
         if data is not None:
-            check_data(data, "fit", own_step=task.training_step is not None)
+            check_data(data, "fit", has_training_step=task.training_step is not None)
     check_metrics(config, has_val=task.val is not None)
     Hooks(task.callbacks)
     if task.training_step is not None:
@@ -297,7 +297,7 @@ def _sparse_embeddings(model: nn.Module) -> list[str]:
     return [n or type(m).__name__ for n, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
 
 
-def check_data(data: Any, method: str, *, own_step: bool = False) -> None:
+def check_data(data: Any, method: str, *, has_training_step: bool = False) -> None:
     """Raise for data that a method cannot read, before any process starts; a user's own step takes any batch."""
     if data is None or isinstance(data, (int, float, str)):
         raise UsageError(
@@ -306,7 +306,7 @@ def check_data(data: Any, method: str, *, own_step: bool = False) -> None:
         )
     source = read_source(data, pin_memory=False, notes=[])
     first = data[0] if isinstance(data, (list, tuple)) and data else None
-    if source.ready_batches and isinstance(first, (int, float, complex)) and not own_step:
+    if source.ready_batches and isinstance(first, (int, float, complex)) and not has_training_step:
         raise UsageError(
             f"{method}() got {a_type(data)} of numbers, and {a_type(data)} holds batches",
             hint="Give tensors: (inputs, targets), a data set, or a list of batches [(inputs, targets), ...].",
@@ -324,10 +324,10 @@ def as_list(name: str, items: Any) -> list[Any]:
 def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise for an optimizer of another model's parameters."""
     ids = {id(parameter) for parameter in model.parameters()}
-    others = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
-    if others:
+    foreign = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
+    if foreign:
         raise UsageError(
-            f"{others} of the optimizer's parameters do not belong to the model that is to be trained",
+            f"{foreign} of the optimizer's parameters do not belong to the model that is to be trained",
             hint="Build the optimizer from model.parameters() of the same model object.",
         )
 

@@ -47,7 +47,7 @@ class TrainLoop:
         self.task = task
         self.run_dir = run_dir
         _leave_default_stream(formation)
-        self.model, self.optimizer, own_step = prepare_task(formation, task)
+        self.model, self.optimizer, user_step = prepare_task(formation, task)
         self.train_loader = formation.prepare_loader(task.train).augmented(task.augment, self.config.seed)
         val_loader = validation_loader(formation, task, self.train_loader)
         total_steps = count_steps(formation, self.train_loader)
@@ -69,7 +69,7 @@ class TrainLoop:
             task=task,
             model=self.model,
             optimizer=self.optimizer,
-            own_step=own_step,
+            user_step=user_step,
             train_loader=self.train_loader,
             val_loader=val_loader,
             total_steps=total_steps,
@@ -195,7 +195,7 @@ class TrainLoop:
             step = self.step + 1
             self.schedule.apply(step - 1)
             due = report.is_due(step)
-            outcome = call.take_step(batches, measure_norm=due, reseed=self.reseed)
+            outcome = call.run_step(batches, measure_norm=due, reseed=self.reseed)
             if outcome is None:
                 break
             heartbeat.beat(step)
@@ -283,8 +283,8 @@ class TrainLoop:
         current = self.step
         if self.formation.clock.phase != "other":  # called by the model, the loss or training_step
             self._call.runs_on_host("the step logs values")
-            own_step = self.state.own_step
-            current = self.step + 1 if own_step is None else own_step.number
+            user_step = self.state.user_step
+            current = self.step + 1 if user_step is None else user_step.number
         self.report.log(current if step is None else checked_step(step), values, value, reduce)
 
     def _report_logged(self, epoch: int, *, measured: Mapping[str, float] | None = None) -> None:
@@ -352,13 +352,13 @@ class ModelCall:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self.weighting = Weighting()
-        self._captured: StepCapture | None = None
+        self._capture: StepCapture | None = None
         self._begun = False
 
     def runs_on_host(self, why: str) -> None:
         """Launch no step as a CUDA graph: it does something on the host that a graph would not repeat."""
-        if self._captured is not None:
-            self._captured.refuse(why)
+        if self._capture is not None:
+            self._capture.refuse(why)
 
     def begin_epoch(self, *, is_watched: bool) -> None:
         """Decide whether steps can be launched as a CUDA graph, or whether one that was recorded can still be.
@@ -368,27 +368,27 @@ class ModelCall:
         state = self._state
         if (
             not self._begun
-            and state.own_step is None
+            and state.user_step is None
             and (state.formation.device.type == "cuda" or state.config.capture)
         ):
-            self._captured = feature("captured-step")(state, is_watched=is_watched)
+            self._capture = feature("captured-step")(state, is_watched=is_watched)
         self._begun = True
-        if self._captured is not None:
-            self._captured.check()
+        if self._capture is not None:
+            self._capture.check()
             size = getattr(state.task.augment, "size", None)
             if size is not None and state.epoch and size(state.epoch) != size(state.epoch - 1):
-                self._captured.drop()  # images of another size, from here on
+                self._capture.drop()  # images of another size, from here on
 
-    def take_step(
+    def run_step(
         self, batches: Iterator[Any], *, measure_norm: bool, reseed: Callable[[int, int], None] | None
     ) -> StepOutcome | None:
         """Take the next step, replayed or eagerly; None when the epoch has none left."""
-        state, forward, captured = self._state, self._state.forward, self._captured
-        if state.own_step is not None:
-            return state.own_step.take(batches, state.report.loss_log, reseed)
+        state, forward, capture = self._state, self._state.forward, self._capture
+        if state.user_step is not None:
+            return state.user_step.run(batches, state.report.loss_log, reseed)
         assert forward is not None, "decided on the first batch"
-        if captured is not None and not captured.is_off:
-            return captured.take(forward, batches, weighting=self.weighting, measure_norm=measure_norm, reseed=reseed)
+        if capture is not None and not capture.is_off:
+            return capture.run(forward, batches, weighting=self.weighting, measure_norm=measure_norm, reseed=reseed)
         return train_step(
             state.formation,
             state.model,
@@ -413,7 +413,7 @@ class ModelCall:
             # Without a wait for each other in every step, ranks cannot add up the labels of all.
             has_shares = state.train_loader.sharded.layout.blocks > 1 and state.config.resolved_server_mode == "sync"
             self.weighting = Weighting(by_labels, by_labels and has_shares)
-            if not state.continues and state.own_step is None:
+            if not state.continues and state.user_step is None:
                 state.report.say(forward.note)
             state.report.first_batch(task.model, first)
             return _chained(first, batches)

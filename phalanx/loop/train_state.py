@@ -36,7 +36,7 @@ class TrainState:
     model: nn.Module
     """The model as the strategy has wrapped it; `task.model` is the user's."""
     optimizer: Any
-    own_step: TrainingStep | None
+    user_step: TrainingStep | None
     """Calls the user's `training_step`, if the task has one."""
     train_loader: PreparedLoader
     val_loader: PreparedLoader | None

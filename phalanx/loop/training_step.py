@@ -104,7 +104,7 @@ class TrainingStep:
         """Return how much a micro-batch counts in the loss of its step: as its backward calls said, or its samples."""
         return float(samples) if self._weight is None or not samples else self._weight
 
-    def take(
+    def run(
         self, batches: Iterator[Any], loss_log: LossLog, reseed: Callable[[int, int], None] | None
     ) -> StepOutcome | None:
         """Call the function for micro-batches up to the next step's boundary; None when the epoch has none left."""

@@ -154,17 +154,19 @@ class GroupCalls:
 
     def _locate(self, call: bytes, start: FrameType) -> tuple[CodeType, int]:
         """Return the code and line of the caller, and remember the place; no frame is kept alive."""
-        place, line, is_users_line = _walk(start, _OWN_FRAMES)
+        location, line, is_users_line = _walk(start, _OWN_FRAMES)
         if threading.get_ident() == _MAIN.ident:
             if len(self._places) >= _MAX_PLACES:
                 self._places.clear()
-            others = [other for other in self._places.get(call, []) if other != place]
+            others = [other for other in self._places.get(call, []) if other != location]
             # The nearest first, as in a walk; a place without a frame of the user's last.
-            self._places[call] = sorted([*others[: _PLACES_OF_ONE - 1], place], key=lambda other: (other[3], other[0]))
+            self._places[call] = sorted(
+                [*others[: _PLACES_OF_ONE - 1], location], key=lambda other: (other[3], other[0])
+            )
         elif not is_users_line and (main := sys._current_frames().get(_MAIN.ident or 0)) is not None:
             # A thread that communicates in the background works for the line at which the main thread is.
-            place, line, _ = _walk(main, 0)
-        return place.code, line
+            location, line, _ = _walk(main, 0)
+        return location.code, line
 
     def state(self, number: int, began: float) -> tuple[float, bool]:
         """Return when the rank began to wait in a call, and whether it is done."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from phalanx.errors import ModelError, UsageError, first_line
 from phalanx.features import feature
-from phalanx.loop.evaluate import model_output, own_modes
+from phalanx.loop.evaluate import model_output, user_modes
 from phalanx.model import AdapterLayer, WrapsModel, implements
 from phalanx.run.weights import save_weights
 
@@ -52,7 +52,7 @@ def export_model(model: nn.Module, path: Path, format: str, data: Any = None, au
         return
     inputs = example_inputs(data, augment)
     write = {"onnx": _write_onnx, "torchscript": _write_torchscript}[format]
-    with own_modes(model):
+    with user_modes(model):
         write(_Outputs(model.eval()), inputs, path)
 
 

@@ -18,7 +18,7 @@ from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
 from phalanx.errors import PhalanxError, PreemptedError
 from phalanx.features import feature
-from phalanx.loop.evaluate import evaluate, kept_in_eval, own_modes, predict
+from phalanx.loop.evaluate import evaluate, kept_in_eval, predict, user_modes
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
@@ -196,7 +196,7 @@ def _train(formation: Formation, job: Job, run_dir: Path, survivor: Survival | N
         of_engines = [callback for engine in engines_here() for callback in engine.callbacks()]
         for callback in filter(None, (*_watches(job.config, events), memory, plan, profile, *of_engines)):
             loop.hooks.add(callback)
-        with own_modes(job.task.model):
+        with user_modes(job.task.model):
             try:
                 history = loop.run() if survivor is None else survivor.run(loop, run_dir)
             except PreemptedError as stop:

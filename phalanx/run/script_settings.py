@@ -126,11 +126,11 @@ class _Code:
                     self.of_phalanx |= {name} if node.value.id in self._aliases else set()
             case ast.Constant(value=str() as text):
                 self.is_opaque |= _VARIABLES in text or text == "phalanx"
-            case ast.Import(names=found):
-                self._aliases |= {alias.asname for alias in found if alias.name == "phalanx" and alias.asname}
-                self.of_phalanx |= {alias.name.split(".")[1] for alias in found if alias.name.startswith("phalanx.")}
-            case ast.ImportFrom(module="phalanx", level=0, names=found):
-                self.of_phalanx |= {alias.name for alias in found}
+            case ast.Import(names=imported):
+                self._aliases |= {alias.asname for alias in imported if alias.name == "phalanx" and alias.asname}
+                self.of_phalanx |= {alias.name.split(".")[1] for alias in imported if alias.name.startswith("phalanx.")}
+            case ast.ImportFrom(module="phalanx", level=0, names=imported):
+                self.of_phalanx |= {alias.name for alias in imported}
             case ast.ImportFrom(module=str() as module, level=0) if module.startswith("phalanx."):
                 self.of_phalanx.add(module.split(".")[1])
 

@@ -99,7 +99,7 @@ class _Buffers:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._modules = [module for module in block.modules() if _own_buffers(module)]
+        self._modules = [module for module in block.modules() if _buffers_of(module)]
         self._changing: set[nn.Module] | None = None
         """The modules whose buffers are copied before each pass, because they changed in an earlier one; None: all."""
 
@@ -110,13 +110,11 @@ class _Buffers:
             return first, again
         before: dict[nn.Module, dict[str, torch.Tensor]] = {}
         # Outermost: selective recomputation must not record the copies.
-        return _nested(self._copied(before), first), _nested(_replaced(before), again)
+        return _nested(self._copying(before), first), _nested(_replaced(before), again)
 
     @contextmanager
-    def _copied(self, before: dict[nn.Module, dict[str, torch.Tensor]]) -> Iterator[None]:
-        buffers = [
-            _own_buffers(module) for module in self._modules
-        ]  # else the id of one that is replaced is used again
+    def _copying(self, before: dict[nn.Module, dict[str, torch.Tensor]]) -> Iterator[None]:
+        buffers = [_buffers_of(module) for module in self._modules]  # else the id of one that is replaced is used again
         versions = {module: _versions(module) for module in self._modules}
         copies = {module: _copy(module) for module in (self._modules if self._changing is None else self._changing)}
         yield
@@ -127,28 +125,28 @@ class _Buffers:
         del buffers
 
 
-def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+def _buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers(recurse=False))
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    return [(id(buffer), torch_compat.version_of(buffer)) for buffer in _own_buffers(module).values()]
+    return [(id(buffer), torch_compat.version_of(buffer)) for buffer in _buffers_of(module).values()]
 
 
 def _copy(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in _own_buffers(module).items()}
+    return {name: buffer.clone() for name, buffer in _buffers_of(module).items()}
 
 
 @contextmanager
 def _replaced(before: dict[nn.Module, dict[str, torch.Tensor]]) -> Iterator[None]:
-    own_buffers = {module: _own_buffers(module) for module in before}
+    buffers_by_module = {module: _buffers_of(module) for module in before}
     for module, buffers in before.items():
         for name, buffer in buffers.items():
             setattr(module, name, buffer.clone())  # a copy: the graph may be run backward twice
     try:
         yield
     finally:
-        for module, buffers in own_buffers.items():
+        for module, buffers in buffers_by_module.items():
             for name, buffer in buffers.items():
                 setattr(module, name, buffer)
 
@@ -178,20 +176,20 @@ def _offloaded(forward: Any, memory: HostMemory, /, *arguments: Any, **options: 
         return forward(*arguments, **options)
 
 
-def _found(library: Any, names: str) -> list[Any]:
+def _overloads(library: Any, names: str) -> list[Any]:
     """Return the default overloads of the operations that this torch has: not every build has every kernel."""
     return [getattr(library, name).default for name in names.split() if hasattr(library, name)]
 
 
 _EXPENSIVE = {
-    *_found(torch.ops.aten, "mm addmm bmm baddbmm convolution _scaled_mm _grouped_mm"),
-    *_found(
+    *_overloads(torch.ops.aten, "mm addmm bmm baddbmm convolution _scaled_mm _grouped_mm"),
+    *_overloads(
         torch.ops.aten,
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
         "_scaled_dot_product_fused_attention_overrideable",
     ),
-    *_found(
+    *_overloads(
         torch_compat.functional_collectives(),
         "all_gather_into_tensor reduce_scatter_tensor all_reduce all_to_all_single wait_tensor",
     ),

@@ -118,7 +118,7 @@ class CapturedStep:
         self.is_off = False
         """Whether no step of this run is captured from here on."""
 
-    def take(
+    def run(
         self,
         forward: Forward,
         batches: Iterator[Any],

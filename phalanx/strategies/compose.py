@@ -261,7 +261,7 @@ class Composed(FSDP):
 
     def _seed(self) -> None:
         """Seed ranks with equal activations for equal dropout, and all others for different dropout."""
-        mesh, coordinates = self.world.mesh, self.world.mesh.place(self.world.rank)
+        mesh, coordinates = self.world.mesh, self.world.mesh.coordinates(self.world.rank)
         offset = self.world.dp_rank * mesh.cp + coordinates["cp"] if self._equal_activations else self.world.rank
         seed_everything(self.config.seed, rank=offset)
 

@@ -69,7 +69,7 @@ def _why_not(world: World, splits_sequence: bool) -> str:
     if not splits_sequence:
         return "the model's plan keeps whole sequences between the layers"
     env, ranks = world.env, world.mesh.tp
-    first = env.local_rank - world.mesh.place(world.rank)["tp"]
+    first = env.local_rank - world.mesh.coordinates(world.rank)["tp"]
     if first < 0 or first + ranks > env.local_world_size:
         return f"its {ranks} ranks are not on one machine"
     begin = env.number_here - env.local_rank + first

@@ -85,7 +85,7 @@ class Mesh:
         """Axis name to size, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    def place(self, rank: int) -> dict[str, int]:
+    def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinate on each axis."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a mesh of {self.world_size} ranks")
@@ -96,25 +96,25 @@ class Mesh:
 
     def dp_rank(self, rank: int) -> int:
         """Return a rank's number among the ranks that see different samples."""
-        coordinates = self.place(rank)
+        coordinates = self.coordinates(rank)
         return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return, for each position on the other axes, the ranks that differ on these axes only, in their order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            coordinates = self.place(rank)
+            coordinates = self.coordinates(rank)
             groups.setdefault(tuple(coordinates[axis] for axis in AXES if axis not in axes), []).append(rank)
         return list(groups.values())
 
     def leads_samples(self, rank: int) -> bool:
         """Whether a rank is the first of those that see the same samples, and so reports for them."""
-        coordinates = self.place(rank)
+        coordinates = self.coordinates(rank)
         return not (coordinates["pp"] or coordinates["cp"] or coordinates["tp"])
 
     def label(self, rank: int) -> str:
         """Return the name a rank has in logs, such as "r3 dp1": only axes larger than one are named."""
-        coordinates = self.place(rank)
+        coordinates = self.coordinates(rank)
         parts = [f"{axis}{coordinates[axis]}" for axis, size in self.sizes.items() if size > 1]
         if self.dp_replicate == 1 or self.dp_shard == 1:  # one data axis: its short name says enough
             parts = [part.replace("dp_replicate", "dp").replace("dp_shard", "dp") for part in parts]
@@ -259,10 +259,10 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     if device == "cuda" and per_node > gpus_here and not may_share and engine.counts_gpus_here(config):
         raise _too_few_gpus(config, per_node, gpus_here)
     on_this_node = total if is_loopback((endpoint.rpartition(":")[0] or endpoint).strip("[]")) else per_node
-    on_each = ranks_per_gpu(on_this_node, gpus_here) if device == "cuda" else 1
-    if config.share_gpus and on_each > 1:
-        _check_sharing(on_each)
-    return JobLayout(device, nodes, per_node, plan_mesh(config, total, per_node), ranks_per_gpu=on_each)
+    per_gpu = ranks_per_gpu(on_this_node, gpus_here) if device == "cuda" else 1
+    if config.share_gpus and per_gpu > 1:
+        _check_sharing(per_gpu)
+    return JobLayout(device, nodes, per_node, plan_mesh(config, total, per_node), ranks_per_gpu=per_gpu)
 
 
 def nothing_to_share(ranks: int) -> UsageError:
@@ -300,13 +300,13 @@ def check_device(config: Settings, device: str) -> None:
         )
 
 
-def _too_few_gpus(config: DistributedConfig, needed: int, gpus_here: int) -> UsageError:
+def _too_few_gpus(config: DistributedConfig, required: int, gpus_here: int) -> UsageError:
     inventory = {0: "no GPU was found", 1: "1 GPU was found"}.get(gpus_here, f"{gpus_here} GPUs were found")
     fewer = f"request at most {gpus_here} per node, or " if gpus_here else ""
     fewer += "debug it with several ranks per GPU (--share-gpus), or " if gpus_here and not engine_name(config) else ""
-    total = config.total_ranks or needed
+    total = config.total_ranks or required
     ranks = f"the same {total} ranks" if total > 1 else "it"
     return UsageError(
-        f"num_workers = {total} on GPUs needs {needed} GPU{'s' * (needed > 1)} on this machine, but {inventory}.",
+        f"num_workers = {total} on GPUs needs {required} GPU{'s' * (required > 1)} on this machine, but {inventory}.",
         hint=f"To continue: {fewer}run {ranks} on the CPU with --device cpu (device='cpu' in Python).",
     )

@@ -16,10 +16,10 @@ _MASK = (1 << 64) - 1
 
 def seed_everything(seed: int, *, rank: int = 0) -> None:
     """Seed Python, NumPy and torch (all devices) from the run's seed and the rank."""
-    mixed = np.random.SeedSequence([seed, rank]).generate_state(2)
-    random.seed(int(mixed[0]))
-    np.random.seed(int(mixed[0]))
-    torch.manual_seed(int(mixed[1]))
+    seeds = np.random.SeedSequence([seed, rank]).generate_state(2)
+    random.seed(int(seeds[0]))
+    np.random.seed(int(seeds[0]))
+    torch.manual_seed(int(seeds[1]))
 
 
 def rng_state() -> dict[str, Any]:
@@ -88,7 +88,7 @@ class rng_scope:
     def __exit__(self, *error: object) -> None:
         _PYTHON.put_back(self._python)
         torch.default_generator.set_state(self._torch)
-        _NUMPY.take_back(*self._numpy)
+        _NUMPY.uninstall(*self._numpy)
 
 
 class _PythonGenerator:
@@ -99,21 +99,21 @@ class _PythonGenerator:
     """
 
     def __init__(self) -> None:
-        self._own: Any = vars(random)["_inst"]  # whose methods the functions of `random` are
-        self._memory = (ctypes.c_char * (4 * _KEY_WORDS + 4)).from_address(id(self._own) + object.__basicsize__)
-        *words, position = self._own.getstate()[1]
+        self._generator: Any = vars(random)["_inst"]  # whose methods the functions of `random` are
+        self._memory = (ctypes.c_char * (4 * _KEY_WORDS + 4)).from_address(id(self._generator) + object.__basicsize__)
+        *words, position = self._generator.getstate()[1]
         self._is_known = np.frombuffer(self._memory.raw, np.uint32).tolist() == [position, *words]
 
     def copy(self) -> Any:
         """Return the state, with the second of two normal numbers that are drawn at once."""
-        return (self._memory.raw, self._own.gauss_next) if self._is_known else self._own.getstate()
+        return (self._memory.raw, self._generator.gauss_next) if self._is_known else self._generator.getstate()
 
     def put_back(self, state: Any) -> None:
         """Restore what `copy` returned."""
         if self._is_known:
-            self._memory.raw, self._own.gauss_next = state
+            self._memory.raw, self._generator.gauss_next = state
         else:
-            self._own.setstate(state)
+            self._generator.setstate(state)
 
 
 class _NumpyGenerator:
@@ -130,7 +130,7 @@ class _NumpyGenerator:
         self._words: Any = None
 
     def lend(self) -> tuple[Any, Any]:
-        """Install a generator for the data; return what `take_back` needs."""
+        """Install a generator for the data; return what `uninstall` needs."""
         generator = mtrand.get_bit_generator()
         state = None
         if generator is not self._numpy_generator or self._mark != self._position():
@@ -139,7 +139,7 @@ class _NumpyGenerator:
         mtrand.set_bit_generator(_FOR_DATA if generator is not _FOR_DATA else np.random.MT19937())
         return generator, state
 
-    def take_back(self, generator: Any, state: Any) -> None:
+    def uninstall(self, generator: Any, state: Any) -> None:
         """Restore the process's generator."""
         mtrand.set_bit_generator(generator)
         if state is None:

@@ -93,7 +93,7 @@ def test_all_ranks_fall_back_where_the_state_of_one_is_damaged(tmp_path, ranks):
     assert all("rank-00001.pt does not match its hash" in notes[0] for *_, notes in found)
     # Another number of ranks takes the states over, and so finds the damage too.
     template = {"model": {"w": torch.zeros(4)}}
-    _, _, loaded = load_newest(tmp_path, lambda found: template, take_over=True)
+    _, _, loaded = load_newest(tmp_path, lambda found: template, with_lost_ranks=True)
     assert (loaded.step, loaded.rank_state) == (1, None)
     assert [state["rank"] for state in loaded.taken_over] == [0, 1]
 

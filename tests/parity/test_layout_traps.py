@@ -40,7 +40,7 @@ def test_replicas_of_a_meta_model_start_equal(ranks, build, settings):
             model = build(**shape)
         with Formation(device="cpu", **settings) as formation:
             formation.prepare(model)
-            place = formation.world.mesh.place(formation.rank)
+            place = formation.world.mesh.coordinates(formation.rank)
         held = {name: local(p.detach()).clone() for name, p in model.named_parameters()}
         return (place["pp"], 0 if "pipeline_parallel" in settings else place["dp_shard"]), held
 

@@ -129,7 +129,7 @@ def test_slurm_host_lists(text, hosts):
 def test_mesh_positions_and_labels():
     mesh = Mesh(pp=2, dp_replicate=1, dp_shard=2, tp=2)
     assert mesh.world_size == 8
-    assert [mesh.place(5)[axis] for axis in ("pp", "dp_shard", "tp")] == [1, 0, 1]
+    assert [mesh.coordinates(5)[axis] for axis in ("pp", "dp_shard", "tp")] == [1, 0, 1]
     assert mesh.label(5) == "r5 pp1 dp0 tp1"
     assert Mesh(dp_replicate=4).label(3) == "r3 dp3"
     assert Mesh().label(0) == "r0"

@@ -38,7 +38,7 @@ class SourceArchive:
     """Contents by path below `root`. Empty: they must be on every node already."""
     digest: str
     payload: bytes = b""
-    own_path: tuple[str, ...] = field(default=())
+    import_path: tuple[str, ...] = field(default=())
     """Entries of the import path that are the user's own."""
     marker: str = ""
     """A file of this launch: a node that sees it shares the file system with the one that started it."""
@@ -73,7 +73,7 @@ def pack(target: Target, notice: Callable[[str], None], marker: Path | None = No
         sources=files,
         digest=_digest(files),
         payload=payload,
-        own_path=import_path,
+        import_path=import_path,
         marker="" if marker is None else str(marker.absolute()),
     )
 
@@ -88,7 +88,7 @@ def unpack(archive: SourceArchive, scratch: Path) -> UnpackedSources:
     in_place = archive.marker != "" and os.path.exists(archive.marker)
     folder = _working_folder(archive, in_place)
     if folder and (in_place or _has_sources(archive)):
-        return UnpackedSources(target, folder, archive.own_path, in_place, payload_folder)
+        return UnpackedSources(target, folder, archive.import_path, in_place, payload_folder)
     root = scratch.parent / f"phalanx-ray-{os.getuid()}-{archive.digest}"  # stays, for the restarts of the run
     _unpack_sources(archive, root)
     if isinstance(target, ScriptTarget):
@@ -137,8 +137,8 @@ def _unpack_payload(archive: SourceArchive, scratch: Path) -> tuple[Target, Path
     if not isinstance(target, CallTarget) or not target.payload:
         return target, None
     with contextlib.suppress(OSError):
-        here = Path(target.payload)
-        if here.stat().st_size == len(archive.payload) and here.read_bytes() == archive.payload:
+        payload_file = Path(target.payload)
+        if payload_file.stat().st_size == len(archive.payload) and payload_file.read_bytes() == archive.payload:
             return target, None
     folder = scratch / "payload"
     folder.mkdir(parents=True, exist_ok=True)

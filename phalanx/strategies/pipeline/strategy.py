@@ -191,8 +191,8 @@ class Pipeline(nn.Module):
                 "a pipeline cannot be called like a model in training: its stages are on different ranks",
                 hint="Write loss = f.train_batch(model, batch, loss_fn) in place of model(...) and f.backward(loss).",
             )
-        own_loss = self.module.loss_from_output if implements(self.module, LossFromOutput) else None
-        targets = inputs[-1] if own_loss is not None and self._takes_targets(len(inputs)) else None
+        model_loss = self.module.loss_from_output if implements(self.module, LossFromOutput) else None
+        targets = inputs[-1] if model_loss is not None and self._takes_targets(len(inputs)) else None
         hidden: Any = self._cut(inputs if targets is None else inputs[:-1])
         for stage in range(self.row.num_stages):
             if stage in self.stages:
@@ -200,7 +200,7 @@ class Pipeline(nn.Module):
             hidden = self._passed_on(hidden, self.row.owner(stage))
         if self.slices is not None:
             hidden = self.slices.gather(hidden)
-        return hidden if own_loss is None or targets is None else LossShare(own_loss(hidden, targets), hidden)
+        return hidden if model_loss is None or targets is None else LossShare(model_loss(hidden, targets), hidden)
 
     def _takes_targets(self, count: int) -> bool:
         """Whether the last arguments are targets, by the name that the model's forward gives them."""

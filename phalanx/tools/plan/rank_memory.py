@@ -220,39 +220,37 @@ def _over_the_step(
 
 
 def _transformer(model: ModelShape, facts: _Facts, rank: PipelineRank, case: _Case) -> _HeldBytes:
-    layout, here = case.layout, facts.counts
-    tokens, bytes_each = layout.micro_batch * facts.seq_len / layout.cp, facts.per_token
-    root = rank.embeds * here.embedding + rank.computes_loss * here.head
+    layout, counts = case.layout, facts.counts
+    tokens, per_token = layout.micro_batch * facts.seq_len / layout.cp, facts.per_token
+    root = rank.embeds * counts.embedding + rank.computes_loss * counts.head
     tied = model.tied_embeddings and model.outputs is None and rank.computes_loss
     if tied and not rank.embeds:
-        root += here.table  # both ends of a pipeline hold the shared matrix
-    plain, experts = rank.layers * here.layer + root, rank.layers * here.experts
-    adapters = rank.layers * here.adapters * (layout.lora_rank or 0)
+        root += counts.table  # both ends of a pipeline hold the shared matrix
+    plain, experts = rank.layers * counts.layer + root, rank.layers * counts.experts
+    adapters = rank.layers * counts.adapters * (layout.lora_rank or 0)
     states, whole = case.model_states(plain, experts, adapters), plain + experts / layout.ep
-    flights, pending = max(
-        rank.moments, key=lambda moment: moment[0] * bytes_each.saved + moment[1] * bytes_each.pending
-    )
+    flights, pending = max(rank.moments, key=lambda moment: moment[0] * per_token.saved + moment[1] * per_token.pending)
     loss = tokens * rank.computes_loss
-    head = _head(model, case, bytes_each, loss, flights)
+    head = _head(model, case, per_token, loss, flights)
     return _HeldBytes(
         states,
         *_over_the_step(case, states, adapters if case.lora else whole, whole),
-        _embedding_gradient(case, rank, here.table, tied=tied, in_place=case.half and not case.chunks),
-        tokens * rank.layers * (flights * bytes_each.saved + pending * bytes_each.pending) + loss * bytes_each.last,
-        _casts(case, flights, pending, whole - root, rank.computes_loss * here.table * (not case.chunks)),
+        _embedding_gradient(case, rank, counts.table, tied=tied, in_place=case.half and not case.chunks),
+        tokens * rank.layers * (flights * per_token.saved + pending * per_token.pending) + loss * per_token.last,
+        _casts(case, flights, pending, whole - root, rank.computes_loss * counts.table * (not case.chunks)),
         head,
-        tokens * bytes_each.working,
-        _buffers(case, whole, here.layer, root, tokens * _moved(model, case, rank)),
+        tokens * per_token.working,
+        _buffers(case, whole, counts.layer, root, tokens * _moved(model, case, rank)),
     )
 
 
-def _head(model: ModelShape, case: _Case, bytes_each: PerToken, tokens: float, flights: float) -> HeadBytes:
+def _head(model: ModelShape, case: _Case, per_token: PerToken, tokens: float, flights: float) -> HeadBytes:
     """Return what output matrix and loss of the tokens need; none without tokens."""
     if case.chunks:
         width = HALF if case.half and case.sharded else SINGLE
         kinds = {"half": case.half, "fp8": case.goal.precision == "fp8", "kernel": case.on_gpu}
         return chunked_head(model, tokens, norm=width, gradient=width, **kinds)
-    forward, backward, waiting = (tokens * size for size in bytes_each.logits)
+    forward, backward, waiting = (tokens * size for size in per_token.logits)
     waiting *= flights - 1 if case.layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
     return HeadBytes(forward + waiting, backward + waiting)
 

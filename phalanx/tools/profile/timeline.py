@@ -251,7 +251,7 @@ class _Builder:
             if _WAITS.fullmatch(item.name):
                 around = [outer.name for outer, _, _ in stack]
                 if is_main or any(name.startswith(_BACKWARD) for name in around):  # others may wait beside the loop
-                    self._waits.append((_place(item.name, around, module), item[:2]))
+                    self._waits.append((_wait_cause(item.name, around, module), item[:2]))
                 continue
             if item.name.startswith(MODULE):
                 module = item.name.removeprefix(MODULE)
@@ -303,7 +303,7 @@ class _Builder:
         return waits
 
 
-def _place(call: str, around: list[str], module: str) -> str:
+def _wait_cause(call: str, around: list[str], module: str) -> str:
     """Return what made a call wait: the outermost operation around it, the line of the program or else the module.
 
     For example aten::item in train.py(12): log_loss.
@@ -326,8 +326,8 @@ def _linkable(timeline: RankTimeline, calls: list[_Call]) -> list[_Call]:
     ours = [call for call in calls if ":" not in call[1]]
     if ours and not timeline.on_gpu:  # reducers of Phalanx; what they call is within these
         return ours
-    own_backend = timeline.meta.get("comm_backend") == "phalanx"
-    prefix: tuple[str, ...] = ("c10d::",) if own_backend else ("gloo:",)
+    is_phalanx = timeline.meta.get("comm_backend") == "phalanx"
+    prefix: tuple[str, ...] = ("c10d::",) if is_phalanx else ("gloo:",)
     chosen = [call for call in calls if timeline.on_gpu or call[1].startswith(prefix)]
     return [call for call in chosen if not _PAIRED.search(call[1])]
 
@@ -335,12 +335,12 @@ def _linkable(timeline: RankTimeline, calls: list[_Call]) -> list[_Call]:
 def _by_step(timeline: RankTimeline, calls: list[_Call]) -> dict[int, list[CollectiveCall]]:
     """Number the collectives of each kind within each step."""
     steps = sorted((span, step) for step, span in timeline.steps.items())
-    listed: dict[int, list[CollectiveCall]] = {step: [] for _, step in steps}
+    calls_of_step: dict[int, list[CollectiveCall]] = {step: [] for _, step in steps}
     counts: dict[tuple[int, str], int] = defaultdict(int)
     for thread, name, (begin, end) in sorted(calls, key=lambda call: call[2]):
         step = next((step for span, step in steps if span[0] <= begin < span[1]), None)
         if step is None:
             continue
         counts[step, name] += 1
-        listed[step].append(CollectiveCall(name, counts[step, name], begin, end, thread))
-    return listed
+        calls_of_step[step].append(CollectiveCall(name, counts[step, name], begin, end, thread))
+    return calls_of_step

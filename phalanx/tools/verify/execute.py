@@ -49,9 +49,7 @@ def loops_for(config: DistributedConfig) -> list[str]:
     return ["passes"] if config.facts.has_servers else list(LOOPS)
 
 
-def run_own_loop(
-    which: str, config: DistributedConfig, model: nn.Module, data: Any, loss_fn: LossFn | None
-) -> Recording:
+def run_loop(which: str, config: DistributedConfig, model: nn.Module, data: Any, loss_fn: LossFn | None) -> Recording:
     """Train the config's steps in a loop and return what is compared."""
     loop = _Loop(which, config, model, loss_fn)
     try:
@@ -163,7 +161,7 @@ class Run:
     stop_after: int | None = None
     first_step: bool = True
     """Whether the first step is recorded in detail; not where other ranks join later."""
-    own_loop: str = ""
+    loop: str = ""
     """Which of `LOOPS` trains, in place of the trainer."""
 
 
@@ -202,34 +200,34 @@ def execute(run: Run, subject: Subject, folder: Path) -> Recording:
         seed_everything(run.config.seed)
         parts = subject.build()
         dtype = getattr(torch, run.dtype)
-        data, own_batch = _loader(parts, run, dtype)
+        data, rank_batch = _loader(parts, run, dtype)
         model = without_dropout(parts.model).to(dtype)
         task = TrainTask(model, data, loss_fn=parts.loss_fn, callbacks=[*parts.callbacks, probe], name=subject.name)
-        return task, _fitting(run, own_batch, data)
+        return task, _fitting(run, rank_batch, data)
 
     def job() -> Job:
         return Job("fit", *build(), folder / run.name, renew=job)
 
-    if run.own_loop:
+    if run.loop:
         task, config = build()
-        return run_own_loop(run.own_loop, config, task.model, task.train, task.loss_fn)
+        return run_loop(run.loop, config, task.model, task.train, task.loss_fn)
     result = job().run()
     assert result.history is not None, "a fit always has a history"
     probe.recording.steps = result.history.steps
     return probe.recording
 
 
-def _fitting(run: Run, own_batch: int, data: DataLoader[Any]) -> DistributedConfig:
+def _fitting(run: Run, rank_batch: int, data: DataLoader[Any]) -> DistributedConfig:
     """Give every run the same global batch, and a learning rate scaled from the same base."""
-    here = run.ranks * run.config.gradient_accumulation_steps
-    whole_batch = own_batch * run.split
-    if whole_batch % here:
+    micro_batches = run.ranks * run.config.gradient_accumulation_steps
+    whole_batch = rank_batch * run.split
+    if whole_batch % micro_batches:
         raise UsageError(
-            f"a global batch of {whole_batch} samples cannot be split evenly over {here} micro-batches",
-            hint=f"Write a batch_size that is a multiple of {here}.",
+            f"a global batch of {whole_batch} samples cannot be split evenly over {micro_batches} micro-batches",
+            hint=f"Write a batch_size that is a multiple of {micro_batches}.",
         )
-    batch = min(whole_batch // here, len(data.dataset))  # type: ignore[arg-type]
-    return run.config.with_trusted(batch_size=batch, base_batch_size=run.config.base_batch_size or own_batch)
+    batch = min(whole_batch // micro_batches, len(data.dataset))  # type: ignore[arg-type]
+    return run.config.with_trusted(batch_size=batch, base_batch_size=run.config.base_batch_size or rank_batch)
 
 
 def _loader(parts: Parts, run: Run, dtype: torch.dtype) -> tuple[DataLoader[Any], int]:

@@ -157,7 +157,7 @@ class Proof:
         return self._verdict(claim, one[f"{loops[0]}-float64"], comparisons)
 
     def _loop(self, loop: str, config: DistributedConfig, dtype: str) -> Run:
-        return dataclasses.replace(self._run(f"{loop}-{dtype}", config, dtype), own_loop=loop)
+        return dataclasses.replace(self._run(f"{loop}-{dtype}", config, dtype), loop=loop)
 
     def against_resumption(self) -> Verdict:
         """Stop after half the steps, resume in new processes, and compare bits with the run that never stopped."""

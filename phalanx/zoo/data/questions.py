@@ -103,10 +103,10 @@ class QuestionWindows(GatherDataset):
         rows = [self._row(self.windows[number]) for number in index.tolist()]
         tokens = torch.full((len(rows), self.seq_len), self._padding)
         kinds, mask = torch.zeros_like(tokens), torch.zeros_like(tokens)
-        for place, (question, context, _) in enumerate(rows):
-            tokens[place, : len(question) + len(context)] = torch.tensor(question + context)
-            kinds[place, len(question) : len(question) + len(context)] = 1
-            mask[place, : len(question) + len(context)] = 1
+        for row, (question, context, _) in enumerate(rows):
+            tokens[row, : len(question) + len(context)] = torch.tensor(question + context)
+            kinds[row, len(question) : len(question) + len(context)] = 1
+            mask[row, : len(question) + len(context)] = 1
         labels = torch.tensor([row[2] for row in rows])
         return {"input_ids": tokens, "token_type_ids": kinds, "attention_mask": mask, "labels": labels}
 
@@ -214,23 +214,23 @@ def questions(
     if not paths:
         raise DataError(f"{folder} has no .json file with questions.", hint="Give a file in SQuAD's format.")
     chosen, part = of_split(folder, paths, split)
-    contexts, listed = read_squad(chosen)
-    if not listed:
+    contexts, questions = read_squad(chosen)
+    if not questions:
         raise DataError(f"{', '.join(map(str, chosen))}: there is no question in it.")
     if (rows := held_out(len(contexts), part, val_fraction)) is not None:
         of_split_contexts = set(rows)
-        listed = [question for question in listed if question.context in of_split_contexts]
-    listed, note = checked_answers(contexts, listed, keep_all=split == "val")
+        questions = [question for question in questions if question.context in of_split_contexts]
+    questions, note = checked_answers(contexts, questions, keep_all=split == "val")
     if tokenizer is None and folder is not None and (folder / "tokenizer").is_dir():
         tokenizer = str(folder / "tokenizer")
     options = {"seq_len": seq_len, "stride": stride, "longest_answer": longest_answer}
-    windows = QuestionWindows(contexts, listed, TextPieces(tokenizer), **options)
+    windows = QuestionWindows(contexts, questions, TextPieces(tokenizer), **options)
     windows.tokenizer, windows.notes = tokenizer, (note,) if note else ()
     return windows
 
 
 def checked_answers(
-    contexts: Sequence[str], listed: Sequence[Question], *, keep_all: bool
+    contexts: Sequence[str], questions: Sequence[Question], *, keep_all: bool
 ) -> tuple[list[Question], str]:
     """Return the questions that can be used, and a note about answers that are not where their files say.
 
@@ -239,17 +239,17 @@ def checked_answers(
 
     moved: list[Question] = []
     lost: list[Question] = []
-    for question in listed:
+    for question in questions:
         places = [place_of(answer, contexts[question.context]) for answer in question.answers]
         if any(position != answer.start for position, answer in zip(places, question.answers, strict=True)):
             (lost if set(places) == {None} else moved).append(question)
     if not moved and not lost:
-        return list(listed), ""
+        return list(questions), ""
     wrong = [question.key for question in (*moved, *lost)]
     named = ", ".join(wrong[:_NAMED]) + (", ..." if len(wrong) > _NAMED else "")
-    note = f"warning: {len(wrong)} of {len(listed)} questions have answers that are not at answer_start ({named}): "
+    note = f"warning: {len(wrong)} of {len(questions)} questions have answers that are not at answer_start ({named}): "
     note += f"{len(moved)} are elsewhere in the context"
     if lost:
         note += f", {len(lost)} are not in it and {'are scored' if keep_all else 'left out of training'}"
     left_out = set() if keep_all else set(lost)
-    return [candidate for candidate in listed if candidate not in left_out], note
+    return [candidate for candidate in questions if candidate not in left_out], note

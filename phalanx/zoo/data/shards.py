@@ -81,7 +81,7 @@ class ImageShards(Dataset[tuple[torch.Tensor, int]]):
         tried = min(_MOST_TRIED, len(self))
         for step in range(tried):
             number = int(self._rows[(index + step) % len(self)])
-            part, row = self._place(number)
+            part, row = self._locate(number)
             try:
                 pixels = decode(part.read(row), self.size)
             except UndecodableImage as error:
@@ -94,15 +94,15 @@ class ImageShards(Dataset[tuple[torch.Tensor, int]]):
 
     def name(self, index: int) -> str:
         """Return the file, and the place in it, of a sample."""
-        part, row = self._place(int(self._rows[index]))
+        part, row = self._locate(int(self._rows[index]))
         return part.name(row)
 
     def replaced(self) -> list[str]:
         """Return the names of the images that were replaced so far, by this process and its workers."""
         numbers = self._replaced.nonzero().flatten().tolist()
-        return [part.name(row) for part, row in map(self._place, numbers)]
+        return [part.name(row) for part, row in map(self._locate, numbers)]
 
-    def _place(self, number: int) -> tuple[ImagePart, int]:
+    def _locate(self, number: int) -> tuple[ImagePart, int]:
         at = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self._parts[at], number - int(self._starts[at])
 
@@ -111,7 +111,7 @@ class ImageShards(Dataset[tuple[torch.Tensor, int]]):
         if self._replaced[number]:
             return
         self._replaced[number] = True
-        part, row = self._place(number)
+        part, row = self._locate(number)
         if int(self._replaced.sum()) <= _NAMED:
             warnings.warn(f"{part.name(row)} is replaced by the next image: {error}", stacklevel=3)
 
@@ -203,7 +203,7 @@ def _find_packed(root: Path, split: str) -> _ImageSource:
         raise DataError(f"{root} holds neither images nor shards of images.")
     chosen, part = of_split(_folder(root), tables, split)
     parts, names, window = parquet_parts(chosen)
-    return _ImageSource(parts, names or _numbered(parquet_parts(tables)[0]), part, window)
+    return _ImageSource(parts, names or _number_names(parquet_parts(tables)[0]), part, window)
 
 
 def _folder(root: Path) -> Path | None:
@@ -214,10 +214,10 @@ def _foreign(root: Path, tars: list[Path], split: str) -> _ImageSource:
     indexes = dict(zip(tars, foreign_indexes(tars), strict=True))
     chosen, part = of_split(_folder(root), tars, split)
     every = {tar: TarPart(tar, index) for tar, index in indexes.items()}
-    return _ImageSource([every[tar] for tar in chosen], _numbered(list(every.values())), part)
+    return _ImageSource([every[tar] for tar in chosen], _number_names(list(every.values())), part)
 
 
-def _numbered(parts: Sequence[ImagePart]) -> list[str]:
+def _number_names(parts: Sequence[ImagePart]) -> list[str]:
     """Return the numbers of the classes as their names, where nothing tells the names."""
     return [str(number) for number in range(1 + max(int(part.labels.max(initial=-1)) for part in parts))]
 

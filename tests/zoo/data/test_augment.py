@@ -220,7 +220,7 @@ def test_a_recorded_step_is_dropped_where_the_size_changes():
     loop = SimpleNamespace(epoch=0, task=SimpleNamespace(augment=Augment(crop="0:8 2:12")))
     call = ModelCall(loop)  # type: ignore[arg-type]
     call._begun = True
-    call._captured = SimpleNamespace(check=lambda: None, drop=lambda: dropped.append(loop.epoch))  # type: ignore[assignment]
+    call._capture = SimpleNamespace(check=lambda: None, drop=lambda: dropped.append(loop.epoch))  # type: ignore[assignment]
     for loop.epoch in range(5):
         call.begin_epoch(is_watched=False)
     assert dropped == [2]
