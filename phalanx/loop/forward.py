@@ -59,7 +59,7 @@ class Forward:
         """
         return self.counting.applies_to(self.target(batch))
 
-    def units(self, batch: Any) -> torch.Tensor:
+    def units(self, batch: Any) -> float | torch.Tensor:
         """Return how many units the loss of a batch is the mean of, if it is not one over samples."""
         whole = self.counting.of_batch or (self.counting.weight_of is not None and isinstance(batch, Mapping))
         return self.counting.count(batch if whole else self.target(batch))
@@ -75,7 +75,8 @@ class Forward:
             return self.units(batch)
         if self.counting.weight_of is not None or not self.is_mean_over_labels(batch):
             return float(samples)
-        return (self.units(batch) > 0).double() * samples
+        units = self.units(batch)
+        return (units > 0).double() * samples if isinstance(units, torch.Tensor) else float(samples * (units > 0))
 
     def call(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
         """Return loss and output of a batch; a batch of the wrong shape is named with what it does not fit."""

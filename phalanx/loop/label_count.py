@@ -53,13 +53,13 @@ class LabelCount:
             return False
         return not labels.is_floating_point() and not labels.is_complex() and labels.dtype is not torch.bool
 
-    def count(self, target: Any) -> torch.Tensor:
+    def count(self, target: Any) -> float | torch.Tensor:
         """Return how many units the loss is the mean of: labels that count, by the weights of their classes.
 
-        The result is still on the device, in float64: shares of it must not be rounded to single precision.
+        On a GPU the result stays there, in float64: shares of it must not be rounded to single precision.
         """
         if self.weight_of is not None:
-            return torch.as_tensor(self.weight_of(target)).double()
+            return _on_its_device(torch.as_tensor(self.weight_of(target)))
         labels = target.get("labels") if isinstance(target, Mapping) else target
         if not isinstance(labels, torch.Tensor):
             raise ModelError(
@@ -69,9 +69,14 @@ class LabelCount:
         labels = labels[:, self.skipped :] if self.skipped else labels
         counts = labels != self.ignored
         if self.class_weights is None:
-            return counts.sum().double()
+            return _on_its_device(counts.count_nonzero())
         weights = self.class_weights.to(labels.device).double()
-        return (weights[labels.where(counts, 0)] * counts).sum()
+        return _on_its_device((weights[labels.where(counts, 0)] * counts).sum())
+
+
+def _on_its_device(count: torch.Tensor) -> float | torch.Tensor:
+    """Return a count in float64; on the host as a number, with which a step computes several times faster."""
+    return float(count) if count.device.type == "cpu" else count.double()
 
 
 def counted_by(model: nn.Module, loss_fn: LossFn | None) -> LabelCount:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -196,7 +196,7 @@ class LossWeights:
         self._sums: list[torch.Tensor] = []
         self._mean: torch.Tensor | None = None
         self._without = self._divided = False
-        self._announced: tuple[torch.Tensor, dist.Work] | None = None
+        self._announced: tuple[torch.Tensor, Any] | None = None
         """The weight of a step's only micro-batch, which is being added up over the ranks."""
 
     def none(self) -> None:
@@ -216,21 +216,23 @@ class LossWeights:
         On a GPU no collective holds the host, so `whole` adds up there.
         """
         if self._ranks > 1 and self._device.type == "cpu":
-            total = torch.as_tensor(weight, dtype=torch.float64).clone()
-            self._announced = total, dist.all_reduce(total, async_op=True)
+            total = torch.tensor([float(weight)], dtype=torch.float64)
+            group: Any = dist.group.WORLD  # dist.all_reduce would take longer than the message
+            self._announced = total, group.allreduce([total])
 
-    def _sum(self, weight: torch.Tensor) -> torch.Tensor:
+    def _sum(self, weight: float | torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks of the weight of a step's only micro-batch."""
         if self._announced is None:
-            total = weight.clone()
-            dist.all_reduce(total)
+            total = torch.as_tensor(weight, dtype=torch.float64, device=self._device).clone()
+            if self._ranks > 1:
+                dist.all_reduce(total)
             return total
         total, work = self._announced
         self._announced = None
         work.wait()
         return total
 
-    def whole(self, weight: float | torch.Tensor, _: int) -> torch.Tensor:
+    def whole(self, weight: float | torch.Tensor, _: int) -> float | torch.Tensor:
         """Return the factor on the loss of a step's only micro-batch, after which its gradient needs no divisor.
 
         All ranks call this; one all-reduce for each backward call.
@@ -238,11 +240,11 @@ class LossWeights:
         if self._without:
             raise _mixed_weights()
         self._divided = True
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
-        if self._ranks == 1:
-            return (weight > 0).double()
-        total = self._sum(weight)
         # Without any weight there is no gradient either: zero, where a division would give NaN.
+        if self._device.type == "cpu":
+            weight, sum_here = float(weight), float(self._sum(weight))
+            return weight * self._ranks / sum_here if sum_here else 0.0
+        total = self._sum(weight)
         return torch.where(total == 0, 0.0, weight * self._ranks / total)
 
     def add(self, weight: float | torch.Tensor, call: int) -> torch.Tensor:

@@ -6,11 +6,11 @@ import http.client
 import json
 import signal
 import socket
-import sys
 from urllib.parse import urlsplit
 
 import pytest
 from command import completions, end, phalanx, start
+from packages import hide
 
 pytest.importorskip("uvicorn")
 
@@ -73,9 +73,7 @@ def test_what_cannot_be_served_is_explained(folder, monkeypatch):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    for name in ("phalanx.tools.web", "phalanx.tools.serve.app"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    hide(monkeypatch, "uvicorn", "phalanx.tools.web", "phalanx.tools.serve.app")
     answer = phalanx("serve", "text")
     assert answer.code == 2
     assert "serve needs uvicorn, which is not installed" in answer.err

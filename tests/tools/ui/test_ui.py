@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from browser import browser
 from command import COMMAND, phalanx, start
+from packages import hide
 from waiting import until
 
 from phalanx.observe.events import Failure, MetricsReported, RanksReported, RunEnded, RunStarted, SampleDrawn, StepDone
@@ -344,10 +345,7 @@ def test_wrong_arguments_are_explained(words, said):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "starlette", None)
-    for name in [name for name in sys.modules if name.startswith("starlette.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "phalanx.tools.ui.server", raising=False)
+    hide(monkeypatch, "starlette", "phalanx.tools.ui.server")
     answer = phalanx("ui", "--no-browser")
     assert (answer.code, "pip install 'phalanx[monitor]'" in answer.err) == (2, True)
     assert "the dashboard needs starlette, which" in answer.err
