@@ -43,7 +43,7 @@ def load(checkpoint: Checkpoint, template: dict[str, Any], *, with_lost_ranks: b
     """Read a checkpoint into `template`, a state dict in the layout of this run; collective with a process group.
 
     `template` may have fewer top-level entries than the checkpoint (for instance only the model). Tensors are filled in
-    place from any layout; numbers are replaced. `with_lost_ranks`: also read the states of ranks that are gone.
+    place from any layout; numbers are replaced. `with_lost_ranks`: also read the states of lost ranks.
     An error on any rank is raised on all of them.
     """
 
