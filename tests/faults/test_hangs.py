@@ -18,6 +18,7 @@ from network_hosts import network
 from ranks import RecordingConsole, run_nodes
 from torch import nn
 from torch.utils.data import TensorDataset
+from waiting import LIMIT_SECONDS
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import PhalanxError
@@ -267,7 +268,7 @@ def test_a_link_that_is_cut_is_reported_with_its_ranks_and_the_line(tmp_path):
                 )
             )
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + LIMIT_SECONDS
             while not (tmp_path / "run1" / "logs" / "rank-1.stack").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.1)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from command import end, finish, start, write_script
 from ranks import RecordingConsole, warm_pid
+from waiting import LIMIT_SECONDS
 
 import phalanx
 from phalanx import PyTorchDDPTrainer
@@ -294,7 +295,7 @@ def test_the_death_of_the_store_is_reported_with_its_signal(launch_script):
 def test_a_dead_fork_server_is_replaced(launch_script):
     launch_script("pass")
     os.kill(warm_pid(), 9)
-    psutil.Process(warm_pid()).wait(5)
+    psutil.Process(warm_pid()).wait(LIMIT_SECONDS)
     assert launch_script("pass").result.exit_code == 0
 
 
@@ -371,7 +372,7 @@ def test_a_node_that_is_lost_is_named(tmp_path):
         for rank in range(2)
     ]
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_SECONDS
         while not list(tmp_path.glob("run1/logs/rank-1.log")) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)

@@ -306,7 +306,7 @@ def test_a_connection_lost_between_norm_and_commit_does_not_change_the_step():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(LIMIT_SECONDS)
 
     for worker in range(2):
         core.hello(worker, 1 + worker, None)

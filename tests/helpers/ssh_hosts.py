@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from network_hosts import HostNamespace, network
+from waiting import LIMIT_SECONDS
 
 PORT = 2222
 
@@ -72,7 +73,7 @@ class SshHosts:
     def stop(self, number: int) -> None:
         daemon = self.daemons.pop(number)
         daemon.terminate()
-        daemon.wait(10)
+        daemon.wait(LIMIT_SECONDS)
 
     def processes(self) -> list[str]:
         """Return the command lines of all processes on the hosts, other than sshd itself."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from browser import browser
 from command import COMMAND, phalanx, start
-from waiting import until
+from waiting import LIMIT_SECONDS, until
 
 from phalanx.observe.events import Failure, MetricsReported, RanksReported, RunEnded, RunStarted, SampleDrawn, StepDone
 
@@ -240,7 +240,7 @@ def get(address: str, host: str | None = None, cookie: str = "") -> tuple[int, s
     """Return the status, the text and the cookie of an answer; redirections are not followed."""
     place = address.removeprefix("http://")
     name, _, path = place.partition("/")
-    connection = http.client.HTTPConnection(name, timeout=20)
+    connection = http.client.HTTPConnection(name, timeout=LIMIT_SECONDS)
     try:
         headers = {"Cookie": cookie} | ({"Host": host} if host else {})
         connection.request("GET", f"/{path}", headers=headers)
