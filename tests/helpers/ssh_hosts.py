@@ -64,7 +64,7 @@ class SshHosts:
 
     def _await(self, number: int) -> None:
         probe = self.hosts[0].command("bash", "-c", f"exec 3<>/dev/tcp/{self.names[number]}/{PORT}")
-        for _ in range(100):
+        for _ in range(1000):
             if subprocess.run(probe, capture_output=True).returncode == 0:
                 return
             time.sleep(0.05)
