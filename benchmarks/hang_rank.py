@@ -165,7 +165,11 @@ def main() -> None:
     seconds = float(os.environ.get("HANG_TIMEOUT", "3"))
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group(os.environ.get("HANG_BACKEND", "gloo"), timeout=datetime.timedelta(seconds=seconds))
+    store, rank, size = next(dist.rendezvous("env://"))
+    store.set("ready/" + str(rank), "")
+    store.wait([f"ready/{other}" for other in range(size)])  # how long ranks take to start is not what is measured
+    group = {"store": store, "rank": rank, "world_size": size, "timeout": datetime.timedelta(seconds=seconds)}
+    dist.init_process_group(os.environ.get("HANG_BACKEND", "gloo"), **group)
     fault.begin()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4).to(DEVICE))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -252,17 +253,46 @@ def _changed_variables(before: dict[str, str]) -> list[str]:
 
 
 def _is_strangers(path: Path) -> bool:
-    """Whether shared memory belongs to a process that is not ours: another program may run beside the tests."""
+    """Whether shared memory belongs to a process that is not of this run: another program may run beside the tests."""
     if path.parent != _SHARED_MEMORY:
         return False
-    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    holders = [process for process in psutil.process_iter() if _holds(process, path)]
+    if not holders:  # whose it was is not known any more: ours, if no others run tests here
+        return any("pytest" in words and not _is_of_this_run(process) for process, words in _commands())
+    return not any(_is_of_this_run(process) for process in holders)
+
+
+def _holds(process: psutil.Process, path: Path) -> bool:
+    """Whether a process has mapped or opened a file, or a file of torch is named after it."""
+    try:
+        if path.name.startswith(f"torch_{process.pid}_"):
+            return True
+        files = {region.path for region in process.memory_maps()} | {file.path for file in process.open_files()}
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+    return str(path) in files
+
+
+def _commands() -> Iterator[tuple[psutil.Process, str]]:
     for process in psutil.process_iter():
-        try:
-            if process.pid not in ours and any(region.path == str(path) for region in process.memory_maps()):
-                return True
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return False
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            yield process, " ".join(process.cmdline())
+
+
+def _is_of_this_run(process: psutil.Process) -> bool:
+    """Whether a process descends from this one, or has the temporary folder of this run, as its other workers have."""
+    try:
+        if psutil.Process() in [process, *process.parents()]:
+            return True
+        return process.environ().get("TMPDIR", "").startswith(_run_folder())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def _run_folder() -> str:
+    """Return the folder that holds the temporary folders of all workers of this run."""
+    folder = Path(tempfile.gettempdir()).parent
+    return str(folder.parent if folder.name.startswith("popen-") else folder)
 
 
 @pytest.fixture(scope="session")

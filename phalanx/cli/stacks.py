@@ -26,7 +26,7 @@ _HELP = """Print where the ranks of a run are: the stacks of those on this machi
 
 The ranks write their stacks themselves and go on training. --native uses py-spy, which also shows frames of C++ and
 works while a rank holds the interpreter lock. For a run that has ended, the stacks that its ranks left are shown."""
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 4.0
 _STACK_SECONDS = 0.3
 _STACK = re.compile(r"rank-(\d+)\.stack")
 

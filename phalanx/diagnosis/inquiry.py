@@ -19,11 +19,11 @@ from phalanx.launch.rank_files import ASK
 from phalanx.launch.watches import Hang, StartWatch, Watch
 
 _POLL_SECONDS = 0.05
-_ANSWER_SECONDS = 1.0
-"""How long ranks may take to answer; one that holds the interpreter lock never does."""
-_STACK_SECONDS = 0.3
+_ANSWER_SECONDS = 2.0
+"""How long ranks may take to answer, on a busy machine, too; one that holds the interpreter lock never does."""
+_STACK_SECONDS = 0.5
 """How long such a rank may then take to write the stack of its main thread."""
-_NODES_SECONDS = 2.5
+_NODES_SECONDS = 4.0
 """How long other nodes may take to send what their ranks have answered."""
 _SENT_CALLS = 64
 """How many of the latest calls in each group go to another node."""

@@ -9,6 +9,7 @@ import urllib.request
 
 import pytest
 import torch
+from waiting import LIMIT_SECONDS
 
 from phalanx.checkpoint import (
     Snapshot,
@@ -40,7 +41,7 @@ def snapshot(step: int, value: float = 0.0, size: int = 4) -> Snapshot:
 
 def fail_next(server: str, count: int) -> None:
     request = urllib.request.Request(f"{server}/-/fail/{count}", method="PUT", data=b"")
-    urllib.request.urlopen(request, timeout=10).close()
+    urllib.request.urlopen(request, timeout=LIMIT_SECONDS).close()
 
 
 def names(url: str) -> list[str]:

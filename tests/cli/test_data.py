@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from command import ROOT, clean_environment, completions, phalanx
 from PIL import Image
+from waiting import LIMIT_SECONDS
 
 from phalanx.cli.data import ACTIONS
 from phalanx.zoo.data import load_splits
@@ -154,7 +155,9 @@ def test_the_verb_is_completed():
 def test_pack_and_info_import_no_torch(folders, tmp_path):
     code = "import sys; from phalanx.cli import main\nmain(sys.argv[1:])\nassert 'torch' not in sys.modules"
     for words in (["pack", folders, "--out", tmp_path / "out"], ["info", tmp_path / "out"], ["info", folders]):
-        subprocess.run([sys.executable, "-c", code, "data", *map(str, words)], check=True, cwd=ROOT, timeout=60)
+        subprocess.run(
+            [sys.executable, "-c", code, "data", *map(str, words)], check=True, cwd=ROOT, timeout=LIMIT_SECONDS
+        )
 
 
 NET = """

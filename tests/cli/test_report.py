@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command import end, phalanx, start, write_script
+from waiting import LIMIT_SECONDS
 
 SCRIPT = """
 import os, signal, time
@@ -58,7 +59,7 @@ def test_a_finished_run():
     assert "over the whole run" in answer.text
     found = report("run")
     assert (found["status"], found["steps"], found["attempts"]) == ("finished", 20, 1)
-    assert 0.5 * elapsed < found["total_seconds"] <= elapsed
+    assert 20 * 0.02 < found["total_seconds"] <= elapsed
     assert found["seconds"]["productive"] >= 19 * 0.02
     assert {"import", "startup", "data_wait", "checkpoint", "communication"} <= found["seconds"].keys()
     assert found["throughput"]["whole"] < found["throughput"]["steady"]
@@ -97,12 +98,12 @@ def test_a_run_whose_main_rank_was_killed():
 def test_a_run_that_is_running():
     process = start("train", "--script", script(4000), "--num-workers", 2, "--run-dir", "run", cwd=Path.cwd())
     try:
-        deadline = time.time() + 60
+        deadline = time.time() + LIMIT_SECONDS
         while time.time() < deadline and not list(Path("run/checkpoints").glob("step-*")):
             time.sleep(0.1)
         assert report("run")["status"] == "running"
         process.terminate()
-        process.wait(30)
+        process.wait(LIMIT_SECONDS)
     finally:
         end(process)
     assert report("run")["status"] == "preempted"

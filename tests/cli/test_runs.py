@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import Answer, phalanx, start
+from waiting import LIMIT_SECONDS
 
 import phalanx as px
 from phalanx.errors import UsageError
@@ -423,7 +424,7 @@ def test_ctrl_c_prints_the_command_that_resumes(inside):
     shutil.rmtree("runs")
     words = ("train", "recipe.toml", "--epochs", 100_000, "--checkpoint-frequency", "20 steps", *FAST)
     program = start(*words, cwd=inside)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_SECONDS
     while not (list_runs() and only_run().checkpoints) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert only_run().status == "running"

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from command import completions, end, phalanx, start
 from packages import hide
+from waiting import LIMIT_SECONDS
 
 pytest.importorskip("uvicorn")
 
@@ -30,7 +31,7 @@ def folder(tmp_path_factory):
 
 def post(address: str, path: str, **body) -> dict:
     parts = urlsplit(address)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=LIMIT_SECONDS)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     return json.loads(connection.getresponse().read())
 
@@ -39,14 +40,14 @@ def test_a_run_is_served_until_it_is_interrupted(folder):
     process = start("serve", "text", "--port", 0, "--device", "cpu", cwd=folder)
     try:
         line = process.stdout.readline()
-        assert line.startswith("text: http://127.0.0.1:"), process.communicate(timeout=60)
+        assert line.startswith("text: http://127.0.0.1:"), process.communicate(timeout=LIMIT_SECONDS)
         answer = post(line.split(": ", 1)[1], "/v1/completions", prompt="def ", max_tokens=5, temperature=0)
         assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
         port = urlsplit(line.split(": ", 1)[1]).port
         taken = phalanx("serve", "text", "--port", port)
         assert (taken.code, f"port {port} of 127.0.0.1 is in use" in taken.err) == (2, True)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(LIMIT_SECONDS) == 0
         assert process.stderr.read() == ""
     finally:
         end(process)

@@ -22,7 +22,7 @@ dist.init_process_group("gloo")
 dist.barrier()
 print("ready", flush=True)
 if dist.get_rank() == 1:
-    time.sleep(60)  # asleep
+    time.sleep(600)  # asleep
 dist.all_reduce(torch.ones(4))
 """
 

@@ -140,7 +140,7 @@ def test_unsupported_reductions_are_refused_with_a_reason(ranks):
 
 def test_a_lost_peer_is_named(ranks):
     def run():
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=400))
         barrier(P2PChannel(group))
         if dist.get_rank() == 1:
             dist.destroy_process_group(group)
@@ -151,7 +151,7 @@ def test_a_lost_peer_is_named(ranks):
 
     begin = time.monotonic()
     assert "last output of rank 1" in ranks(run, world_size=2)[0]
-    assert time.monotonic() - begin < 15  # seconds, where a silent hang would last as long as the group's timeout
+    assert time.monotonic() - begin < 200, "a silent hang would last as long as the group's timeout"
 
 
 def exchange_over_measured_hosts() -> tuple[list[list[int]], list[float]]:

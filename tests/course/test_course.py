@@ -13,6 +13,7 @@ import pytest
 from grader.exercise import Result, grade
 from grader.hints import hints
 from long_proofs import ALL
+from waiting import LIMIT_SECONDS
 from wrong import COURSE, LISTED, OF_PHASES, RIGHT, WRONG, Right, Wrong, exercise
 
 
@@ -131,7 +132,7 @@ def test_course_code_is_torch_and_the_standard_library():
     "script", sorted({*COURSE.glob("pictures/*.py")} - {COURSE / "pictures" / "draw.py"}), ids=lambda path: path.stem
 )
 def test_pictures_are_what_their_script_draws(script, tmp_path):
-    subprocess.run([sys.executable, script, tmp_path], check=True, timeout=60)
+    subprocess.run([sys.executable, script, tmp_path], check=True, timeout=LIMIT_SECONDS)
     drawn = sorted(tmp_path.glob("*.svg"))
     assert drawn
     for picture in drawn:

@@ -17,6 +17,7 @@ import torch
 from command import ROOT
 from kube_schema import validate
 from long_proofs import long_proof
+from waiting import LIMIT_SECONDS
 
 yaml = pytest.importorskip("yaml")
 FOLDER = ROOT / "course" / "solutions" / "phase4_production"
@@ -69,7 +70,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path):
     whole, cut = train(tmp_path / "whole"), train(tmp_path / "cut")
     wait_for_step(tmp_path / "cut", 6)
     cut.send_signal(signal.SIGKILL)
-    cut.communicate(timeout=60)
+    cut.communicate(timeout=LIMIT_SECONDS)
     assert newest(tmp_path / "cut")[0] < 20
     said = finish(train(tmp_path / "cut"))
     assert said == finish(whole)
@@ -115,7 +116,7 @@ def test_two_ranks_with_compression_survive_a_kill_of_both(tmp_path):
     workers = Path(f"/proc/{cut.pid}/task/{cut.pid}/children").read_text().split()
     for pid in (*workers, cut.pid):
         os.kill(int(pid), signal.SIGKILL)
-    cut.communicate(timeout=60)
+    cut.communicate(timeout=LIMIT_SECONDS)
     finish(two(tmp_path / "cut"))
     assert_same_bits(newest(tmp_path / "cut")[1], newest(tmp_path / "whole")[1])
 

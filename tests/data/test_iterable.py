@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from waiting import LIMIT_SECONDS
 
 from phalanx.data.loader import shard_loader
 from phalanx.errors import DataError
@@ -252,7 +253,7 @@ def on_two_ranks(tmp_path_factory):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=LIMIT_SECONDS)
     codes = [process.exitcode for process in processes]
     for process in processes:
         if process.is_alive():

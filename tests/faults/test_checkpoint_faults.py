@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from waiting import LIMIT_SECONDS
 
 from phalanx.checkpoint import Snapshot, check_writable, choose, save, verify
 from phalanx.errors import CheckpointError
@@ -41,7 +42,7 @@ def names_in(directory: Path) -> list[str]:
 
 def stopped_while_writing(writer: subprocess.Popen, directory: Path) -> Path:
     """Freeze the writer at a moment when a second checkpoint is half written, and return that directory."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < deadline:
         assert writer.poll() is None, "the writer ended by itself"
         if not (directory / "step-00000001").exists() or not list(directory.glob(".writing-*/shard-00000.safetensors")):

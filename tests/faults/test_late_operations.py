@@ -32,7 +32,7 @@ def look():
 
 dist.init_process_group("gloo")
 watch = records.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
-records._is_late = lambda record, now: now - records.began(record) > 1.5  # gloo itself raises at the timeout
+records._is_late = lambda record, now: now - records.began(record) > 4.0  # gloo itself raises at the timeout
 records._MOST_SKIPPED = 0
 threading.Thread(target=look, daemon=True).start()
 group = dist.new_group([0, 1])
@@ -108,7 +108,7 @@ class StuckOnce(Callback):
 
     def on_fit_start(self, trainer):
         if not any(thread.name == "looks" for thread in threading.enumerate()):
-            records._is_late = lambda record, now: now - records.began(record) > 1.5
+            records._is_late = lambda record, now: now - records.began(record) > 4.0
             records._MOST_SKIPPED = 0
             watch = records.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
             threading.Thread(target=self.look, args=(watch,), name="looks", daemon=True).start()
@@ -121,7 +121,7 @@ class StuckOnce(Callback):
     def on_step_end(self, trainer, info):
         if info.step == 4 and dist.get_rank() == 1 and not self.mark.exists():
             self.mark.touch()
-            time.sleep(120)
+            time.sleep(600)
 
 
 def test_where_ranks_are_replaced_the_one_that_others_wait_for_is_killed_and_replaced(tmp_path):
@@ -129,10 +129,10 @@ def test_where_ranks_are_replaced_the_one_that_others_wait_for_is_killed_and_rep
     began = time.monotonic()
     history = PyTorchDDPTrainer(
         nn.Linear(4, 2), loss_fn=nn.MSELoss(), num_workers=2, device="cpu", communication_backend="gloo",
-        max_restarts=1, epochs=1, batch_size=2, timeout=100, run_dir=str(tmp_path), callbacks=[StuckOnce(tmp_path)],
+        max_restarts=1, epochs=1, batch_size=2, timeout=400, run_dir=str(tmp_path), callbacks=[StuckOnce(tmp_path)],
         verbosity="quiet", progress=False,
     ).fit(data)  # fmt: skip
     assert history.status == "finished"
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 200, "not after the timeout"
     events = (tmp_path / "events.jsonl").read_text()
     assert "never entered all_reduce #" in events, events

@@ -19,6 +19,7 @@ import torch
 from command import ROOT, clean_environment
 from long_proofs import long_proof
 from network_hosts import HostNamespace, named, network
+from waiting import LIMIT_SECONDS
 
 from phalanx.recovery import request_ranks
 from tests.simulation.history import failure_of
@@ -296,7 +297,7 @@ def test_requests_for_other_numbers_of_ranks_until_a_machine_has_none(cluster, q
     wanted = (2, 4, 2)  # fixed_order takes powers of two
     for number, ranks in enumerate(wanted):
         request_ranks(two.folder / f"run{number % 2}" / "logs", ranks)  # the second machine passes it on
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_SECONDS
         while len(two.events("recovered")) == number:
             assert time.monotonic() < deadline, two.outputs()
             time.sleep(0.05)

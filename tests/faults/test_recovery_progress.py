@@ -19,8 +19,8 @@ import phalanx
 from phalanx.checkpoint.hashed_files import HashedFile
 from phalanx.host.files import replace_file
 
-LONG = 8.0
-"""Seconds that a survivor would be busy; a recovery takes below one."""
+LONG = 30.0
+"""Seconds that a survivor would be busy; a recovery takes below one, on a busy machine some."""
 
 
 class Rows(Dataset):
@@ -145,7 +145,7 @@ class LongCallback(phalanx.Callback):
 
     def on_epoch_end(self, trainer, epoch, metrics) -> None:
         if epoch == 0 and trainer.formation.rank == 0:
-            time.sleep(LONG / 2)
+            time.sleep(4.0)
         if epoch == 0 and trainer.formation.rank == 1 and not (self.folder / "killed").exists():
             (self.folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)

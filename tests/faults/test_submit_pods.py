@@ -18,6 +18,7 @@ import pytest
 from command import ROOT, clean_environment
 from long_proofs import long_proof
 from network_hosts import HostNamespace, network
+from waiting import LIMIT_SECONDS
 
 from phalanx.errors import EXIT_PREEMPTED
 
@@ -127,7 +128,7 @@ def pods(tmp_path):
             for index in found.running:
                 found.kill(index)
             for process in found.running.values():
-                process.wait(10)
+                process.wait(LIMIT_SECONDS)
 
 
 def test_a_project_of_init_trains_from_what_is_rendered(tmp_path, monkeypatch):
@@ -163,7 +164,7 @@ def test_a_killed_pod_is_replaced_and_joins_again(pods: Pods):
     pods.start(0)
     pods.wait_for_step(30)
     pods.kill(1)
-    pods.running.pop(1).wait(10)
+    pods.running.pop(1).wait(LIMIT_SECONDS)
     pods.start(1)
     codes = {index: process.wait(120) for index, process in pods.running.items()}
     assert codes == {0: 0, 1: 0}, pods.output()
@@ -179,7 +180,7 @@ def test_an_evicted_pod_saves_and_exits_with_75(pods: Pods):
     for index in (0, 1):  # SIGTERM goes to the container's first process, which is the launcher
         listed = subprocess.run(["ip", "netns", "pids", pods.hosts[index].namespace], capture_output=True, text=True)
         os.kill(min(map(int, listed.stdout.split())), signal.SIGTERM)
-    codes = [process.wait(60) for process in pods.running.values()]
+    codes = [process.wait(LIMIT_SECONDS) for process in pods.running.values()]
     assert codes == [EXIT_PREEMPTED] * 2, pods.output()
     reached = pods.step()
     for index in (0, 1):

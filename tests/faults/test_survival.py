@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
-from waiting import until
+from waiting import LIMIT_SECONDS, until
 
 import phalanx
 from phalanx import checkpoint
@@ -199,7 +199,7 @@ class KillWhen(phalanx.Callback):
         if here != (self.moment, self.step, self.rank) or self.mark.exists():
             return
         self.mark.touch()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + LIMIT_SECONDS
         while self.waits_for is not None and not self.waits_for.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)

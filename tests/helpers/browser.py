@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from waiting import LIMIT_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
-_PATIENCE = 60.0
+_PATIENCE = LIMIT_SECONDS
 
 
 def chromium() -> str:
@@ -101,7 +102,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 20.0) -> Any:
+    def wait(self, condition: str, seconds: float = LIMIT_SECONDS) -> Any:
         """Wait until an expression is true and return it."""
         until = time.monotonic() + seconds
         while not (value := self.run(condition)):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import LIMIT_SECONDS
 
 _CONF = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -99,11 +100,11 @@ class SlurmCluster:
             [shutil.which(program) or f"/usr/sbin/{program}", *arguments],
             env={**os.environ, **self.environment},
             check=True,
-            timeout=120,
+            timeout=LIMIT_SECONDS,
             capture_output=True,
         )
 
-    def _wait_for(self, state: str, seconds: float = 120.0) -> None:
+    def _wait_for(self, state: str, seconds: float = LIMIT_SECONDS) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             found = self.ask("sinfo", "--noheader", "--Node", "--format", "%T").split()
@@ -115,7 +116,7 @@ class SlurmCluster:
     def ask(self, *command: str) -> str:
         """Return what a command of Slurm prints."""
         environment = {**os.environ, **self.environment}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120).stdout
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS).stdout
 
     def stop(self) -> None:
         """End all daemons, and what they have started."""

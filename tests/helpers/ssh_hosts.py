@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from network_hosts import HostNamespace, network
+from waiting import LIMIT_SECONDS
 
 PORT = 2222
 
@@ -63,7 +64,7 @@ class SshHosts:
 
     def _await(self, number: int) -> None:
         probe = self.hosts[0].command("bash", "-c", f"exec 3<>/dev/tcp/{self.names[number]}/{PORT}")
-        for _ in range(100):
+        for _ in range(1000):
             if subprocess.run(probe, capture_output=True).returncode == 0:
                 return
             time.sleep(0.05)
@@ -72,7 +73,7 @@ class SshHosts:
     def stop(self, number: int) -> None:
         daemon = self.daemons.pop(number)
         daemon.terminate()
-        daemon.wait(10)
+        daemon.wait(LIMIT_SECONDS)
 
     def processes(self) -> list[str]:
         """Return the command lines of all processes on the hosts, other than sshd itself."""

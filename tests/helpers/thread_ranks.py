@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
+from waiting import LIMIT_SECONDS
 
 from phalanx.comm.exchange import Bucket
 
@@ -23,9 +24,9 @@ class ThreadExchange:
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self._table[self.rank] = tensor.clone()
-        self._barrier.wait(timeout=120)
+        self._barrier.wait(timeout=LIMIT_SECONDS)
         found = list(self._table)
-        self._barrier.wait(timeout=120)
+        self._barrier.wait(timeout=LIMIT_SECONDS)
         return found
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:

@@ -17,7 +17,7 @@ def until(holds: Callable[[], object], otherwise: Callable[[], object] = str, se
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"not after {seconds:.0f} s: {otherwise()}"
-        time.sleep(0.1)
+        time.sleep(0.02)
 
 
 def plain_python_seconds() -> float:

@@ -14,7 +14,7 @@ import torch
 from command import phalanx, start, write_script
 from torch import nn
 from torch.utils.data import TensorDataset
-from waiting import until
+from waiting import LIMIT_SECONDS, until
 
 import phalanx as px
 from phalanx.cli.parsers import tune_parser
@@ -159,7 +159,7 @@ def test_a_run_is_stopped_with_a_checkpoint(tmp_path, monkeypatch):
     try:
         until(lambda: list(tmp_path.glob("runs/long-*/checkpoints/step-*")), lambda: "no checkpoint")
         answer = phalanx("runs", "stop", "long")
-        assert process.wait(30) == 75
+        assert process.wait(LIMIT_SECONDS) == 75
     finally:
         process.kill()
         process.communicate()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from long_proofs import long_proof
+from waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("PIL.Image")
@@ -61,6 +62,6 @@ def test_jobs_of_the_language_example_are_rendered(tmp_path):
 
 def test_an_unknown_step_is_said(tmp_path):
     words = ["bash", str(ROOT / "examples" / "08-imagenet" / "run.sh"), "tarin"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 2
     assert "unknown step 'tarin'. Steps: pack, train" in done.stderr

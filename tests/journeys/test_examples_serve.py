@@ -15,6 +15,7 @@ import psutil
 import pytest
 from command import ROOT, clean_environment, end, phalanx
 from long_proofs import long_proof
+from waiting import LIMIT_SECONDS
 
 if importlib.util.find_spec("grpc_reflection") is None:  # of all that Ray Serve needs, Ray alone brings not this
     pytest.skip("Ray Serve is not installed: pip install 'phalanx[ray-serve]'", allow_module_level=True)
@@ -40,15 +41,15 @@ def test_a_checkpoint_is_served_over_http_on_loopback_and_nothing_stays(tmp_path
         address = re.search(r"http://127\.0\.0\.1:\d+/digits", "".join(said))
         assert address, "".join(said)
         body = json.dumps({"image": [[0.0] * 8] * 8}).encode()
-        with urllib.request.urlopen(address[0], body, timeout=30) as answer:
+        with urllib.request.urlopen(address[0], body, timeout=LIMIT_SECONDS) as answer:
             found = json.load(answer)
         assert found["digit"] in range(10)
         assert 0.1 <= found["probability"] <= 1
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         assert {name for name in outer_listeners(family) if "ServeReplica" not in name} == set()
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-        _, alive = psutil.wait_procs(family, timeout=10)
+        assert process.wait(LIMIT_SECONDS) == 0
+        _, alive = psutil.wait_procs(family, timeout=LIMIT_SECONDS)
         assert not alive
     finally:
         end(process)

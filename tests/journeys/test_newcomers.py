@@ -13,6 +13,7 @@ import torch
 from long_proofs import long_proof
 from torch import nn
 from torch.nn.functional import cross_entropy
+from waiting import LIMIT_SECONDS
 
 from phalanx import Trainer
 from phalanx.errors import UsageError
@@ -30,7 +31,7 @@ class Prompt:
             sys.executable,
             ["-i", "-q"],
             cwd=str(folder),
-            timeout=90,
+            timeout=LIMIT_SECONDS,
             encoding="utf-8",
             dimensions=(40, 150),
             env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "TERM": "dumb", "PYTHONPATH": ":".join(sys.path)},

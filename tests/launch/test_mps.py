@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTROL = r"""#!/bin/sh
@@ -153,6 +154,6 @@ def test_a_launcher_that_is_killed_leaves_no_daemon(calls, tmp_path, number, cod
     with temporary, launcher:
         assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[r0] ready\n", "[r1] ready\n"]
         os.killpg(launcher.pid, number)
-        assert launcher.wait(10) == code
+        assert launcher.wait(LIMIT_SECONDS) == code
         assert has_ended(int(calls.read_text().splitlines()[1]))
     assert calls.read_text().splitlines()[-1].startswith("quit ")

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
+from waiting import LIMIT_SECONDS, until
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host import messages
 from phalanx.host.addresses import free_port
+from phalanx.launch import gathering
 from phalanx.launch.gathering import Gathering, agree_on_round
 from phalanx.launch.mailbox import ALL
 from phalanx.launch.membership import beat_seconds
@@ -33,8 +35,8 @@ class Machines:
 
     def __init__(self, num_nodes: int, **request: Any) -> None:
         self._request = {
-            "num_nodes": num_nodes, "endpoint": f"127.0.0.1:{free_port()}", "seconds": 10.0, "ranks_per_node": 2,
-            "identity": {}, **request,
+            "num_nodes": num_nodes, "endpoint": f"127.0.0.1:{free_port()}", "seconds": LIMIT_SECONDS,
+            "ranks_per_node": 2, "identity": {}, **request,
         }  # fmt: skip
         self.groups: dict[int, NodeGroup] = {}
         self.opened.append(self)
@@ -55,13 +57,21 @@ class Machines:
 
     def await_news(self, number: int, kind: str) -> dict[str, Any]:
         """Wait until a machine gets news of a kind, and return it."""
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
+        return self.news_until(number, kind)[-1]
+
+    def news_until(self, number: int, kind: str) -> list[dict[str, Any]]:
+        """Wait until a machine gets news of a kind, and return all that it got."""
+        found: list[dict[str, Any]] = []
+
+        def came() -> bool:
             for message in self.groups[number].news():
+                found.append(message)
                 if kind in message:
-                    return message
-            time.sleep(0.01)
-        raise AssertionError(f"no news of {kind}")
+                    return True
+            return False
+
+        until(came, lambda: kind)
+        return found
 
     def kill(self, number: int) -> None:
         """End a machine's heartbeats and stores."""
@@ -113,14 +123,15 @@ def test_those_that_did_not_come_are_named_on_every_machine():
                 each.result()
 
 
-def test_a_machine_that_was_started_again_counts_once():
+def test_a_machine_that_was_started_again_counts_once(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(gathering, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     store = HashStore()
     request = {"num_nodes": 2, "seconds": 10.0}
     entry = {"node_rank": None, "host": "a", "ranks": 1}
     leader, _, again = (Gathering(store, request, entry, "here") for _ in range(3))
-    leader.roster.silent_seconds = 0.2
     assert len(leader.read_present()) == 3
-    time.sleep(0.3)
+    now[0] += leader.roster.silent_seconds + 1
     again._beat()
     assert list(leader.read_present()) == [leader.own, again.own], "the second has ended"
     assert store.add("present", 0) == 2
@@ -143,11 +154,10 @@ def test_the_first_failure_questions_and_the_end_reach_all_machines():
     for number in (0, 1):
         assert machines.await_news(number, "all_ended")["attempt"] == 0
     machines.groups[1].post(ALL, {"remote_failure": {"cause": "first"}})
-    time.sleep(0.2)
-    machines.groups[0].post(ALL, {"remote_failure": {"cause": "second"}})
     assert machines.await_news(0, "remote_failure")["remote_failure"] == {"cause": "first"}
-    time.sleep(0.2)
-    assert not [each for each in machines.groups[1].news() if "remote_failure" in each], "its own was the first"
+    machines.groups[0].post(ALL, {"remote_failure": {"cause": "second"}})
+    machines.groups[0].post(ALL, {"question": 8})
+    assert not [each for each in machines.news_until(1, "question") if "remote_failure" in each], "its own was first"
 
 
 def test_a_silent_machine_of_a_fixed_number_is_named_and_the_others_go_on():
@@ -206,9 +216,7 @@ def test_a_leader_that_still_closes_its_connections_is_asked_again():
     machines.gather(0, 1)
     standby = machines.groups[0]._standby
     machines.kill(0)
-    deadline = time.monotonic() + 10
-    while not machines.groups[1]._mailbox.failed and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: machines.groups[1]._mailbox.failed)
     assert machines.groups[1].news() == []
     del standby
     news = machines.await_news(1, "leader")
@@ -274,12 +282,9 @@ def test_a_launcher_and_its_agent_do_not_wait_for_each_other(tmp_path):
     for number in range(count):
         rendezvous.post(ALL, {"number": number})
     answers = [rendezvous.receive()["mail"]["number"] for _ in range(count)]
-    deadline = time.monotonic() + 60
-    while rendezvous.has_unsent and time.monotonic() < deadline:
-        rendezvous.flush()
-        time.sleep(0.001)
+    until(lambda: rendezvous.flush() or not rendezvous.has_unsent)
     near.close()
-    agent.join(60)
+    agent.join(LIMIT_SECONDS)
     far.close()
     assert answers == received == list(range(count))
 
@@ -297,14 +302,13 @@ def test_machines_that_do_not_answer_are_asked_at_the_same_time():
             closed.bind(("127.0.0.1", 0))
             addresses = {str(number): silent.getsockname() for number in range(50)}
             addresses |= {"there": there.getsockname(), "ended": closed.getsockname()}
-            probes = Probes(0.5)
-            began = time.monotonic()
+            probes = Probes(LIMIT_SECONDS)
+            began, found = time.monotonic(), dict[str, bool | None]()
             probes.ask(addresses)
-            asked = time.monotonic() - began
-            found = dict.fromkeys(addresses)
-            while time.monotonic() - began < 2.0:
-                found |= probes.answers()
-            assert asked < 0.5, "nothing waits"
+            assert time.monotonic() - began < LIMIT_SECONDS / 2, "nothing waits"
+            until(lambda: found.update(probes.answers()) or len(found) == 2)
+            probes._seconds = 0.0
+            until(lambda: found.update(probes.answers()) or len(found) == len(addresses))
     assert [name for name, answer in found.items() if answer] == ["there"]
     assert [name for name, answer in found.items() if answer is False] == ["ended"]
 

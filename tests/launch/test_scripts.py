@@ -153,7 +153,7 @@ def test_exit_handlers_and_threads_run_before_a_rank_leaves(launch_script):
     import atexit, sys, threading
     atexit.register(lambda: print("at exit"))
     gate = threading.Event()
-    threading.Thread(target=lambda: (gate.wait(5), print("thread"))).start()
+    threading.Thread(target=lambda: (gate.wait(), print("thread"))).start()
     threading.Timer(0.05, gate.set).start()
     sys.stdout.write("main ")
     """

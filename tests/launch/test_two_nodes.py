@@ -62,7 +62,7 @@ def test_two_nodes_with_one_number_are_refused(tmp_path, fork_server):
 def test_a_machine_with_another_version_or_other_settings_is_refused_with_the_difference(tmp_path, fork_server):
     both = {"phalanx": "1.0", "seed": "0"}
     identities = ({**both, "batch_size": "8"}, {**both, "batch_size": "16"})
-    runs = run_nodes(tmp_path, SUM, sizes=(1, 1), identities=identities, join_timeout=3.0)
+    runs = run_nodes(tmp_path, SUM, sizes=(1, 1), identities=identities, join_timeout=8.0)
     refused = next(run for run in runs if run.result.exit_code == 2)
     assert "batch_size is " in refused.report
     assert "seed" not in refused.report
@@ -82,9 +82,9 @@ def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
 
 
 def test_the_notice_counts_the_missing_machines(tmp_path, fork_server, monkeypatch):
-    monkeypatch.setattr(watches, "MACHINES_MOMENTS", (0.3, 30.0))
+    monkeypatch.setattr(watches, "MACHINES_MOMENTS", (2.0, 30.0))
     endpoint = free_endpoint()
-    runs = run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=3.0)
+    runs = run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=6.0)
     for run in runs:
         assert f"waiting for 1 of 3 machines at {endpoint}" in run.console.notices
     assert any("not all 3 machines joined" in run.report for run in runs)

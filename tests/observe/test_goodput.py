@@ -157,11 +157,11 @@ def test_a_step_is_counted_in_less_than_a_hundredth_of_two_milliseconds():
     ledger = Ledger(steps)
     ledger.begin()
     report(ledger, 0)
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(10_000):
         steps.step_done(8)
         assert not ledger.is_due
-    assert (time.perf_counter() - began) / 10_000 < 20e-6
+    assert (time.process_time() - began) / 10_000 < 20e-6
 
 
 def test_the_event_survives_json():

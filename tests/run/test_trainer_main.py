@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from command import clean_environment, phalanx, write_script
+from waiting import LIMIT_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,8 +91,8 @@ def test_a_prompt_trains_what_was_typed(tmp_path):
     os.close(follower)
     try:
         os.write(leader, (SOURCE.replace("\n\n    ", "\n    ") + "\nexit()\n").encode())
-        shown = _read_terminal(leader, process, seconds=60)
-        assert process.wait(10) == 0, shown
+        shown = _read_terminal(leader, process, seconds=LIMIT_SECONDS)
+        assert process.wait(LIMIT_SECONDS) == 0, shown
         assert "moved True status finished" in shown, shown
     finally:
         process.kill()

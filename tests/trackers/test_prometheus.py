@@ -16,6 +16,7 @@ import pytest
 import torch
 from command import ROOT
 from torch import nn
+from waiting import LIMIT_SECONDS
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
@@ -30,7 +31,7 @@ MONITORING = ROOT / "deploy" / "monitoring"
 
 
 def scrape(sink: prometheus.MetricsSink) -> dict[str, float]:
-    with urllib.request.urlopen(sink.url, timeout=10) as answer:
+    with urllib.request.urlopen(sink.url, timeout=LIMIT_SECONDS) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 

@@ -12,6 +12,7 @@ import urllib.request
 
 import pytest
 from command import COMMAND, clean_environment
+from waiting import LIMIT_SECONDS
 
 pytest.importorskip("prometheus_client", reason="pip install 'phalanx[monitor]'")
 
@@ -26,7 +27,7 @@ def free_port() -> int:
 def query(port: int, text: str) -> dict[str, str]:
     url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': text})}"
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=LIMIT_SECONDS) as answer:
             found = json.load(answer)["data"]["result"]
     except OSError:
         return {}
@@ -48,7 +49,7 @@ def test_prometheus_scrapes_a_run_and_top_shows_it(tmp_path):
         [*SERVER, f"--web.listen-address=127.0.0.1:{own}"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_SECONDS
         while len(query(own, "phalanx_rank_own_seconds")) < 2 and time.monotonic() < deadline:
             assert run.poll() is None, run.stderr.read()
             time.sleep(0.5)
@@ -67,6 +68,6 @@ def test_prometheus_scrapes_a_run_and_top_shows_it(tmp_path):
         for process in (run, server):
             process.terminate()
         for process in (run, server):
-            process.wait(30)
+            process.wait(LIMIT_SECONDS)
             if process.stderr is not None:
                 process.stderr.close()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from waiting import LIMIT_SECONDS
 
 pytest.importorskip("horovod.torch", reason="Horovod is not built: run make horovod")
 
@@ -176,7 +177,7 @@ def test_a_machine_comes_and_the_first_one_is_lost_without_losing_a_step(tmp_pat
     machines.write_text("localhost:1\n")
     process = elastic(tmp_path, "change", "localhost")
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_SECONDS
         while not (tmp_path / "at-step-8").exists() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
         machines.write_text("localhost:1\n127.0.0.1:1\n")

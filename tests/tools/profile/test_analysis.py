@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from command import phalanx
+from waiting import LIMIT_SECONDS
 
 from phalanx.config.profile import Profiling, is_profile_word, parse_profile
 from phalanx.errors import UsageError
@@ -133,7 +134,7 @@ def test_the_offset_between_clocks_is_measured_through_a_store():
     thread = threading.Thread(target=lambda: found.append(compare_clock(asking, "t", 3, ticking(5_000_000_000))))
     thread.start()
     assert answer_clocks(store, "t", [3], ticking(0)).offset == 0
-    thread.join(timeout=20)
+    thread.join(timeout=LIMIT_SECONDS)
     assert found[0].offset == pytest.approx(-5_000_000_000, abs=2000)
     assert found[0].round_trip <= 4000
 
@@ -409,7 +410,7 @@ def test_traces_of_machines_that_share_no_folder_are_sent_to_rank_0(tmp_path, mo
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=LIMIT_SECONDS)
     here, elsewhere = (tmp_path / name / "profile/rank-2.json.gz" for name in ("here", "elsewhere"))
     assert here.read_bytes() == elsewhere.read_bytes()
     assert [file.rank for file in read.find_files(here.parent)] == [0, 1, 2]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from browser import browser
 from test_ui import append, get, served, started, step
+from waiting import LIMIT_SECONDS
 
 from phalanx.observe.events import CheckpointSaved, MetricsReported, RunEnded
 
@@ -382,7 +383,7 @@ def test_a_search_links_its_trials_and_marks_the_best(page, address):
 
 def post(address: str, path: str, body: object, **headers: str) -> int:
     name = address.removeprefix("http://").rstrip("/")
-    connection = http.client.HTTPConnection(name, timeout=20)
+    connection = http.client.HTTPConnection(name, timeout=LIMIT_SECONDS)
     try:
         own = {"Origin": f"http://{name}", "Content-Type": "application/json", **headers}
         connection.request("POST", path, json.dumps(body), {key: value for key, value in own.items() if value})
