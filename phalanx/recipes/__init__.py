@@ -30,7 +30,7 @@ _HINTS = {
     "loss": 'Write [loss] with name = "my_package.losses:loss" (or cross_entropy, mse, ...) and its options below.',
 }
 
-CONVERSATIONS = ("chats", "preferences")
+CONVERSATIONS = ("chats", "preferences", "prompts", "ratings")
 _OF_TEXTS = (*CONVERSATIONS, "masked", "pairs", "spans")
 """Data sets whose texts are cut by the tokenizer of a model's folder, where they name none."""
 
@@ -133,8 +133,10 @@ class Recipe:
         parts = [("model", self.model["name"]), ("data", self.data["name"]), ("loss", loss)]
         parts += [("augment", self.augment.get("name", "")), ("optimizer", self.optimizer)]
         parts += [*((f"metrics.{name}", path) for name, path in self.metrics.items())]
+        options = {} if isinstance(self.loss, str) else self.loss
+        parts += [(f"loss.{name}", value) for name, value in options.items() if name != "name"]
         for part, path in [*parts, *(("callbacks", path) for path in self.callbacks)]:
-            if is_import_path(path):
+            if isinstance(path, str) and is_import_path(path):
                 check_import(path, part)
 
 

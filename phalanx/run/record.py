@@ -287,7 +287,7 @@ def is_unused(config: DistributedConfig, run_dir: Path, error: BaseException | N
     named = f"{error} {getattr(error, 'hint', '')}".replace(str(run_dir / "logs"), "")
     if config.run_dir is not None or str(run_dir) in named:
         return False
-    return bool(config.fast_dev_run) or not _took_step(run_dir)
+    return bool(config.fast_dev_run) or not took_step(run_dir)
 
 
 def discard(run_dir: Path, error: BaseException | None = None) -> None:
@@ -303,7 +303,7 @@ def discard(run_dir: Path, error: BaseException | None = None) -> None:
         run_dir.parent.rmdir()
 
 
-def _took_step(run_dir: Path) -> bool:
+def took_step(run_dir: Path) -> bool:
     """Whether a run has a checkpoint, or its events tell of a step."""
     first = 0
     for event in read_events(run_dir / EVENTS):

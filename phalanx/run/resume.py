@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.host.remote import as_path
-from phalanx.run.record import release_claim
+from phalanx.run.record import release_claim, took_step
 from phalanx.run.stored import RUNS, StoredRun, is_run, list_runs
 
 
@@ -63,8 +63,9 @@ def check_not_in_use(config: DistributedConfig, *, again: bool = False) -> Store
 
 
 def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool = False) -> StoredRun | None:
-    """Refuse a folder that holds a run which is not to be continued; return the run that `overwrite` is to remove.
+    """Refuse a folder that holds a run which is not to be continued; return the run to remove, if any.
 
+    That is one that `overwrite` replaces, or one that failed before its first step: there is nothing to lose.
     `settled`: the config says how long training takes, as for a recipe; a script may have its own settings.
     """
     run = check_not_in_use(config)
@@ -75,7 +76,7 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool =
         if settled and str(config.resume_from_checkpoint).lower() != "true":
             check_left(config, run)
         return None
-    if not overwrite:
+    if not (overwrite or _has_nothing_to_lose(run)):
         steps, total = run.steps
         raise UsageError(
             f"run_dir = '{config.run_dir}' already holds a run ({run.status}, {steps} of {total or '?'} steps)",
@@ -83,6 +84,16 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool, settled: bool =
         )
     refuse_whole_project(run)
     return run
+
+
+def _has_nothing_to_lose(run: StoredRun) -> bool:
+    """Whether a run of a recipe has ended before its first report, without a checkpoint: its folder can be used again.
+
+    A script may have trained for hours without reporting a step, and its logs are all that is left of it.
+    """
+    if run.record is None or run.record.recipe is None or not run.is_trusted or run.checkpoints:
+        return False
+    return run.status in ("failed", "interrupted", "killed") and not took_step(run.path)
 
 
 def check_left(config: DistributedConfig, run: StoredRun | None = None) -> None:

@@ -136,23 +136,24 @@ def _sized_task(recipe: Recipe, config: DistributedConfig) -> tuple[TrainTask, R
     """Return a recipe's task, and the recipe with the sizes of its model."""
     seed_everything(config.seed)
     parts = recipe_parts(recipe, without_storage=_is_large(recipe, config))
-    model, train = parts.model, parts.train
+    steps = recipe_steps(recipe, parts.model, parts.train)
+    task = TrainTask(parts.model, parts.train, parts.val, name=config.name or recipe.name, **steps)
+    return task, parts.recipe
+
+
+def recipe_steps(recipe: Recipe, model: nn.Module, train: Any) -> dict[str, Any]:
+    """Return what a recipe names beside its model and data, as a task takes it; a wrong name or option is refused."""
     callbacks: list[Any] = [SampleText(**recipe.sample)] if recipe.sample else []
     for path in recipe.callbacks:
         callback = load_import(path, "callbacks")
         callbacks.append(callback() if inspect.isclass(callback) else callback)
-    task = TrainTask(
-        model,
-        train,
-        parts.val,
-        loss_fn=recipe_loss(recipe, model),
-        optimizer=load_import(recipe.optimizer, "optimizer") if recipe.optimizer else None,
-        metrics=recipe_metrics(recipe),
-        callbacks=callbacks,
-        name=config.name or recipe.name,
-        augment=recipe_augment(recipe, model, train),
-    )
-    return task, parts.recipe
+    return {
+        "loss_fn": recipe_loss(recipe, model),
+        "optimizer": load_import(recipe.optimizer, "optimizer") if recipe.optimizer else None,
+        "metrics": recipe_metrics(recipe),
+        "callbacks": callbacks,
+        "augment": recipe_augment(recipe, model, train),
+    }
 
 
 def _is_large(recipe: Recipe, config: DistributedConfig) -> bool:

@@ -21,9 +21,9 @@ from torch import nn
 from phalanx.errors import UsageError
 from phalanx.model import WrapsModel, implements
 from phalanx.recipes import Recipe
-from phalanx.recipes.imports import call_with, extend_path, is_import_path, load_import
+from phalanx.recipes.imports import call_with, check_number, extend_path, is_import_path, load_import
 from phalanx.zoo.data import inner_of, load_given, load_splits, takes
-from phalanx.zoo.models.registry import build, build_options, names
+from phalanx.zoo.models.registry import build, build_options, longest_input, names
 
 _LONGEST_TEXT = 1024
 """Longer windows of a corpus of some megabytes would be few."""
@@ -74,7 +74,7 @@ def given_data(table: Mapping[str, Any], model: nn.Module) -> Any:
     table = dict(table)
     bare: Any = model.trained_model() if implements(model, WrapsModel) else model
     if takes(str(table["name"]), "seq_len") and table.get("seq_len", "model") == "model":
-        longest = _longest_input(bare)
+        longest = longest_input(bare)
         if longest < sys.maxsize:
             table["seq_len"] = min(longest, _LONGEST_TEXT)
     data = load_given(table["name"], **_options(table))
@@ -107,11 +107,11 @@ def _parts(recipe: Recipe, load: Callable[[dict[str, Any]], tuple[Any, Any]], wi
     if data.get("seq_len") == "model":
         with device:
             built = make(name, **model)
-        longest = _longest_input(built)
+        longest = longest_input(built)
         data["seq_len"] = longest if data["name"] == "tokens" else min(longest, _LONGEST_TEXT)
     elif are_files and is_folder and "seq_len" not in data and takes(str(data["name"]), "seq_len"):
         built = make(name, **model)
-        data["seq_len"] = min(_longest_input(built), _LONGEST_OF_FOLDER)
+        data["seq_len"] = min(longest_input(built), _LONGEST_OF_FOLDER)
     train, val = load(data)
     learned = val if train is None else train
     sizes = _sizes(recipe, build_options(name), learned) if "pretrained" not in model else {}
@@ -133,11 +133,20 @@ def _parts(recipe: Recipe, load: Callable[[dict[str, Any]], tuple[Any, Any]], wi
 
 
 def _maker(name: str, model: Mapping[str, Any], *, weights: bool) -> Callable[..., nn.Module]:
-    if "pretrained" not in model or name not in names():
-        return build
-    from phalanx.zoo.pretrained import build_pretrained  # few runs need it
+    make = build
+    if "pretrained" in model and name in names():
+        from phalanx.zoo.pretrained import build_pretrained  # few runs need it
 
-    return partial(build_pretrained, weights=weights)
+        make = partial(build_pretrained, weights=weights)
+    return partial(_with_noise, make) if "neftune" in model else make
+
+
+def _with_noise(make: Callable[..., nn.Module], name: str, *, neftune: Any, **options: Any) -> nn.Module:
+    """Return a model whose embeddings get noise in training."""
+    from phalanx.zoo.models.neftune import neftune as add_noise  # few runs need it
+
+    check_number(f"model '{name}'", "neftune", neftune, float)
+    return add_noise(make(name, **options), neftune)
 
 
 def _inside_loss(recipe: Recipe, model: nn.Module) -> nn.Module:
@@ -148,14 +157,12 @@ def _inside_loss(recipe: Recipe, model: nn.Module) -> nn.Module:
     loss: Any = load_import(name, "loss") if is_import_path(name) else None
     if not implements(loss, WrapsModel):
         return model
-    wrapped: nn.Module = call_with(loss, options, f"loss '{name}'", model=model)  # type: ignore[arg-type]  # a class
+    # A loss that turns tokens into texts does so as the data do.
+    as_data = {key: recipe.data[key] for key in ("tokenizer", "template") if key in recipe.data}
+    taken = inspect.signature(loss).parameters  # type: ignore[arg-type]  # a class
+    options = {**{key: value for key, value in as_data.items() if key in taken}, **options}
+    wrapped: nn.Module = call_with(loss, options, f"loss '{name}'", model=model)  # type: ignore[arg-type]
     return wrapped
-
-
-def _longest_input(model: Any) -> int:
-    """Return how many tokens a model takes at once; of one that does not say it, more than any text has."""
-    config = getattr(model, "config", None)
-    return getattr(config, "seq_len", None) or getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 def _class_count(train: Any) -> int | None:
@@ -166,7 +173,7 @@ def _class_count(train: Any) -> int | None:
 
 def _sizes(recipe: Recipe, options: list[str], data: Any) -> dict[str, int]:
     """Return the sizes of a model's ends that the first sample or the names of the classes tell."""
-    sample = _first_sample(data) if {"in_features", "image_size"} & {*options} else None
+    sample = _first_sample(data) if {"in_features", "channels"} & {*options} else None
     sample = (sample,) if isinstance(sample, torch.Tensor) else sample
     if not isinstance(sample, (tuple, list)) or not isinstance(sample[0], torch.Tensor):
         return {}
@@ -175,8 +182,13 @@ def _sizes(recipe: Recipe, options: list[str], data: Any) -> dict[str, int]:
         is_number = len(sample) > 1 and isinstance(target, torch.Tensor) and target.is_floating_point()
         ends = target.numel() if is_number else _class_count(data)
         return {"in_features": inputs.numel(), **({"out_features": ends} if ends else {})}
-    is_image = inputs.ndim == 3 and inputs.shape[1] == inputs.shape[2] and not recipe.augment.get("crop")
-    return {"image_size": inputs.shape[2], "channels": inputs.shape[0]} if is_image else {}
+    if inputs.ndim != 3:
+        return {}
+    crop, is_square = recipe.augment.get("crop"), inputs.shape[1] == inputs.shape[2]
+    sizes = {"channels": inputs.shape[0]}
+    if isinstance(crop, int) or (is_square and not crop):  # a schedule of crops is for models that take any size
+        sizes["image_size"] = crop or inputs.shape[2]
+    return {name: size for name, size in sizes.items() if name in options}
 
 
 def _first_sample(data: Any) -> Any:

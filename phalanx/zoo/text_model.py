@@ -80,7 +80,7 @@ def text_of_run(run: SavedRun) -> TextModel:
     """Return the language model of a run."""
     model = _checked(language_model(run), run.name)
     data = {} if run.recipe is None else run.recipe.fitted().data
-    if data.get("name") in CONVERSATIONS:
+    if data.get("name") in CONVERSATIONS and data.get("template") != "none":
         template = read_template(data.get("tokenizer"), data.get("template"))
         ends = frozenset(template.end_tokens)
         code = TextCode(run.tokenizer)

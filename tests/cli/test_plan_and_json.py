@@ -28,6 +28,20 @@ def plan(*words: object) -> dict:
     return json.loads(answer.out)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("loss.name=nonsense", "unknown loss 'nonsense'"),
+        ("loss.name=cross_entropi", "unknown loss 'cross_entropi'. Did you mean 'cross_entropy'"),
+        ("metrics.top5=phalanx.loop.metrics:top5_acuracy", "top5_accuracy"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_ranks_would_refuse(change, message):
+    answer = phalanx("train", "digits", "--device", "cpu", "--set", change, "--dry-run")
+    assert answer.code == 2
+    assert message in answer.text
+
+
 def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path):
     answer = phalanx("train", "digits", "--device", "cpu", "--epochs", 2, "--dry-run")
     assert answer.code == 0

@@ -1,4 +1,4 @@
-"""`phalanx train sft|dpo` on two ranks: answers change as trained, 4 bits learn like 32, and chosen answers win."""
+"""`phalanx train sft|dpo|kto|reward|grpo` on two ranks: answers change as trained, chosen ones win, rewards rise."""
 
 from __future__ import annotations
 
@@ -107,6 +107,91 @@ def test_chosen_answers_win(tuned, more):
     assert found["reward_accuracy"] == 1.0
     assert found["reward_margin"] > 0.5
     assert found["loss"] < 0.6
+
+
+@pytest.fixture(scope="module")
+def preferences(place):
+    """A folder with pairs of answers, the longer one preferred."""
+    folder = place / "longer"
+    folder.mkdir()
+    rows = [{"prompt": asked, "chosen": f"Yes: {text}", "rejected": text} for asked, text in questions("Argus").items()]
+    for split, times in (("train", 32), ("val", 1)):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * times))
+    return folder
+
+
+SMALL = ("--set", "model.layers=2", "--set", "model.seq_len=96")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_reward_model_prefers_the_chosen_answers(preferences, fork_server, strategy):
+    words = ("--data", preferences, *SMALL, "--strategy", strategy, "--learning-rate", "1e-2")
+    val = trained("reward", f"reward-{strategy}", *words)
+    assert val["reward_accuracy"] == 1.0
+    assert val["reward_margin"] > 1.0
+    assert phalanx("evaluate", f"reward-{strategy}").code == 0
+    answer = phalanx("predict", f"reward-{strategy}", "--data", preferences / "val.jsonl")
+    assert len(answer.out.strip().splitlines()) == 1 + 4, answer.text
+
+
+def test_kto_learns_from_single_answers(preferences, tuned):
+    val = trained("kto", "kto", "--model", tuned, "--data", preferences, "--learning-rate", "1e-3", "--epochs", 2)
+    assert val["label_agreement"] == 1.0
+    assert val["label_reward"] > 0.1
+
+
+DIGITS = """
+def digits(completions, wanted):
+    return [sum(letter in letters for letter in text) / 6 for text, letters in zip(completions, wanted)]
+
+def nothing(completions):
+    return None
+"""
+
+
+@pytest.fixture(scope="module")
+def prompts(place):
+    """A folder with prompts, and a module with reward functions."""
+    rows = [{"prompt": f"Digits, {number}: ", "wanted": "0123456789"} for number in range(160)]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "rewards.py").write_text(DIGITS)
+    return place / "prompts.jsonl"
+
+
+GRPO = ("--set", "data.template=none", "--set", "loss.max_completion_length=6", "--learning-rate", "1e-2")
+
+
+def test_grpo_learns_a_reward_that_can_be_verified(prompts, fork_server):
+    """A model of random weights learns to write digits, from the answers that it draws itself."""
+    words = ("--data", prompts, *SMALL, *GRPO, "--set", "loss.reward=rewards:digits", "--epochs", 4)
+    val = trained("grpo", "grpo", *words)
+    assert val["reward"] > 0.9
+    rewards = [entry["values"]["reward"] for entry in load_run("grpo").history.logged]
+    assert rewards[0] < 0.3 < 0.8 < rewards[-1]
+    answer = phalanx("predict", "grpo", "--prompt", "Digits, 7: ", "--max-tokens", 6)
+    assert sum(letter.isdigit() for letter in answer.out.strip()[len("Digits, 7: ") :]) >= 4, answer.text
+
+
+def test_grpo_with_shards_and_a_divergence(prompts, fork_server):
+    words = ("--data", prompts, *SMALL, *GRPO, "--set", "loss.reward=rewards:digits", "--set", "loss.beta=0.04")
+    val = trained("grpo", "grpo-fsdp", *words, "--strategy", "fsdp", "--max-steps", 4)
+    assert 0 <= val["reward"] <= 1
+    assert "divergence" in load_run("grpo-fsdp").history.logged[-1]["values"]
+
+
+def test_grpo_names_wrong_reward_functions(prompts, fork_server):
+    def refused(reward: str) -> str:
+        answer = phalanx(
+            "train", "grpo", "--data", prompts, *SMALL, *GRPO, *PLAIN[2:], "--set", f"loss.reward={reward}"
+        )
+        assert answer.code != 0
+        return answer.text
+
+    missing = phalanx("train", "grpo", "--data", prompts, *GRPO, "--dry-run")
+    assert missing.code == 2
+    assert "reward" in missing.text
+    assert "there is no module 'rewrds'" in refused("rewrds:digits")
+    assert "the reward function 'rewards:nothing' gave None" in refused("rewards:nothing")
 
 
 def test_a_missing_template_and_missing_data_are_named(place, fork_server):

@@ -18,7 +18,7 @@ from phalanx.recipes import load_recipe
 from phalanx.zoo.recipe import recipe_augment, recipe_loss, recipe_task
 
 pytest.importorskip("PIL.Image")
-SMALL_RESNET = ("--set", "model.preset=debug", "--set", "model.channels=3", "--set", "model.width=8")
+SMALL_RESNET = ("--set", "model.preset=debug", "--set", "model.width=8")
 
 
 def draw(folder: Path, split: str, per_class: int) -> None:

@@ -235,6 +235,37 @@ def test_a_resumed_run_is_running_before_its_ranks_report():
     assert StoredRun(run.path).status == "running"
 
 
+def failed_at_the_start(path: Path, recipe: dict | None, **more: object) -> StoredRun:
+    """Write the folder of a run whose ranks refused to train."""
+    (path / "logs").mkdir(parents=True)
+    record = {**RunRecord.of_this_process({}).__dict__, "recipe": recipe, "pid": 1, "pid_started": 1, **more}
+    (path / "run.json").write_text(json.dumps(record))
+    (path / "events.jsonl").write_text(json.dumps({**ended(), "status": "failed"}) + "\n")
+    return StoredRun(path)
+
+
+def test_a_recipe_that_failed_before_its_first_step_does_not_block_its_folder():
+    run = failed_at_the_start(Path("first"), {"name": "digits"})
+    replaced = check_run_dir(DistributedConfig(run_dir="first"), overwrite=False, settled=True)
+    assert replaced is not None
+    replaced.clear()
+    assert not (run.path / "run.json").exists()
+
+
+def test_a_script_that_failed_and_runs_with_steps_or_checkpoints_keep_their_folders():
+    failed_at_the_start(Path("script"), None)  # which may have trained for hours without a report
+    reported = failed_at_the_start(Path("reported"), {"name": "digits"})
+    (reported.path / "events.jsonl").write_text(
+        "".join(json.dumps(event) + "\n" for event in (started(), {"event": "step", "time": 1.0, "step": 3}, ended()))
+    )
+    saved = failed_at_the_start(Path("saved"), {"name": "digits"})
+    (saved.path / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (saved.path / "checkpoints" / "step-00000010" / "manifest.json").write_text("{}")
+    for folder in ("script", "reported", "saved"):
+        with pytest.raises(UsageError, match="already holds a run"):
+            check_run_dir(DistributedConfig(run_dir=folder), overwrite=False)
+
+
 def test_a_running_run_is_refused_also_when_it_is_resumed_from_a_checkpoint():
     make_run(Path("runs/busy"), started())
     with pytest.raises(UsageError, match="is running"):

@@ -27,7 +27,7 @@ from phalanx.tools.plan.rules import layout_of, recompute_of
 from phalanx.torch_compat import pytree
 from phalanx.world.mesh import JobLayout, Mesh, plan_mesh
 from phalanx.world.splits import SCHEDULES
-from phalanx.zoo.recipe import recipe_augment, with_batch_size
+from phalanx.zoo.recipe import recipe_steps, with_batch_size
 from phalanx.zoo.recipe_parts import recipe_parts
 
 _SEQ_LEN = 1024
@@ -143,7 +143,7 @@ class RunNeeds:
 def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout) -> RunNeeds:
     """Build the model without storage and its data, and return what a run would need."""
     model, train, *_ = recipe_parts(recipe, without_storage=True)
-    recipe_augment(recipe, model, train)  # a wrong option ends the run when it starts
+    recipe_steps(recipe, model, train)  # a wrong name or option ends the run when it starts
     adapt(model, config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     samples = len(train) if hasattr(train, "__len__") else None

@@ -23,7 +23,9 @@ _DATASETS = {
     "mnist": ("phalanx.zoo.data.images", "mnist"),
     "pairs": ("phalanx.zoo.data.pairs", "pairs"),
     "preferences": ("phalanx.zoo.data.preferences", "preferences"),
+    "prompts": ("phalanx.zoo.data.prompts", "prompts"),
     "questions": ("phalanx.zoo.data.questions", "questions"),
+    "ratings": ("phalanx.zoo.data.ratings", "ratings"),
     "shards": ("phalanx.zoo.data.shards", "shards"),
     "spans": ("phalanx.zoo.data.masked", "spans"),
     "synthetic": ("phalanx.zoo.data.synthetic", "synthetic"),
@@ -33,7 +35,7 @@ _DATASETS = {
 
 READERS = (
     *("chats", "choices", "files", "imagefolder", "masked", "mnist"),
-    *("pairs", "preferences", "questions", "shards", "spans", "tokens"),
+    *("pairs", "preferences", "prompts", "questions", "ratings", "shards", "spans", "tokens"),
 )
 """The data sets that are read from files: those with the option `root`."""
 OF_FOLDERS = ("mnist", "tokens")

@@ -88,7 +88,7 @@ Pair = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 def _learned(chosen: EncodedChat, rejected: EncodedChat, seq_len: int) -> Pair | None:
     """Return tokens and targets of both, as far as they fit; None where nothing is left to compare.
 
-    Tokens count from the first in which the two differ: the terms of those before are equal, and cancel in the loss.
+    The turns count in which the two differ, and those that follow: earlier ones belong to the prompt.
     """
     shortest = min(len(chosen.tokens), len(rejected.tokens))
     differ = np.flatnonzero(np.not_equal(chosen.tokens[:shortest], rejected.tokens[:shortest]))
@@ -98,8 +98,8 @@ def _learned(chosen: EncodedChat, rejected: EncodedChat, seq_len: int) -> Pair |
         tokens = np.asarray(encoded.tokens[: min(encoded.length, seq_len + 1)], dtype=np.int64)
         counts = np.zeros(len(tokens), dtype=bool)
         for begin, end in encoded.turns:
-            counts[max(begin, first) : end] = True
-        if not counts[1:].any():
+            counts[begin:end] = end > first
+        if not counts[max(first, 1) :].any():
             return None
         pair.append((tokens[:-1], np.where(counts[1:], tokens[1:], IGNORED_LABEL)))
     return pair

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,12 @@ def build_options(name: str) -> list[str]:
     options = list(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
     sizes = list(presets(name).values())  # what a preset sets can be changed
     return options + [field.name for field in dataclasses.fields(sizes[0])] if sizes else options
+
+
+def longest_input(model: Any) -> int:
+    """Return how many tokens a model takes at once; of one that does not say it, more than any text has."""
+    config = getattr(model, "config", None)
+    return getattr(config, "seq_len", None) or getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 def _checked(model: Any, name: str) -> nn.Module:

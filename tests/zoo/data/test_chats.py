@@ -1,4 +1,4 @@
-"""Conversations as data: layouts of rows, templates, what is learned, what is cut, packing, and pairs of answers."""
+"""Conversations as data: layouts of rows, templates, packing, pairs of answers, rated answers and prompts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from phalanx.errors import DataError, UsageError
 from phalanx.zoo.data import load
 from phalanx.zoo.data.chat_template import PLAIN, read_template
 from phalanx.zoo.data.chats import messages_of
+from phalanx.zoo.data.prompts import PromptCode
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -260,11 +261,11 @@ def test_a_model_of_transformers_gets_labels_of_its_own_kind(tmp_path):
         {"chosen": said("a", "yes"), "rejected": said("a", "yet")},
     ],
 )
-def test_pairs_count_from_where_answers_differ(tmp_path, row):
+def test_pairs_count_in_the_answers_that_differ(tmp_path, row):
     data = load("preferences", root=write(tmp_path / "a.jsonl", [row]), template="plain", val_fraction=0)
     pair = data[0]
     answers = [bytes(side[side >= 0].tolist()) for side in pair["answers"]]
-    assert answers == [b"s\x03", b"t\x03"]
+    assert answers == [b"yes\x03", b"yet\x03"]
     assert bytes(pair["tokens"][0].tolist()) == b"user:\na\x03assistant:\nyes"
 
 
@@ -282,3 +283,83 @@ def test_pairs_without_a_difference_are_skipped_and_named(tmp_path):
     )
     with pytest.raises(DataError, match="row 0 is not a pair of answers; its columns: prompt"):
         load("preferences", root=write(tmp_path / "b.jsonl", [{"prompt": "a"}]), template="plain")
+
+
+def test_answers_in_the_prompt_of_a_pair_do_not_count(tmp_path):
+    row = {"prompt": said("a", "b", "c"), "chosen": "yes", "rejected": "no"}
+    data = load("preferences", root=write(tmp_path / "a.jsonl", [row]), template="plain", val_fraction=0)
+    assert [bytes(side[side >= 0].tolist()) for side in data[0]["answers"]] == [b"yes\x03", b"no\x03"]
+
+
+def of(sample: dict[str, torch.Tensor], prefix: str = "") -> tuple[bytes, bytes]:
+    """Return the text of a rated answer up to its last token, and what counts of it."""
+    tokens, answers = sample[f"{prefix}tokens"], sample[f"{prefix}answers"]
+    return bytes(token for token in tokens.tolist() if token), bytes(answers[answers >= 0].tolist())
+
+
+def test_rated_answers_stand_beside_the_answer_of_another_row(tmp_path):
+    rows = [
+        {"prompt": "a", "completion": "yes", "label": True},
+        {"prompt": said("b"), "completion": said("b", "no")[1:], "label": False},
+        {"prompt": "c", "chosen": "good", "rejected": "bad"},
+    ]
+    data = load("ratings", root=write(tmp_path / "a.jsonl", rows), template="plain", val_fraction=0)
+    assert [data[number]["desirable"].item() for number in range(4)] == [True, False, True, False]
+    assert of(data[0]) == (b"user:\na\x03assistant:\nyes", b"yes\x03")
+    assert of(data[0], "other_") == (b"user:\na\x03assistant:\nno", b"no\x03")
+    assert of(data[1], "other_") == (b"user:\nb\x03assistant:\ngood", b"good\x03")
+    assert of(data[3]) == (b"user:\nc\x03assistant:\nbad", b"bad\x03")
+    assert of(data[3], "other_") == (b"user:\nc\x03assistant:\nyes", b"yes\x03")
+    assert data.notes == ("4 answers of at most 23 tokens, 2 of them desirable",)
+
+
+def test_rated_answers_that_are_empty_or_long_are_counted(tmp_path):
+    rows = [{"prompt": "a", "completion": text, "label": True} for text in ("b", "", "c" * 20)]
+    rows += [{"prompt": "q" * 50, "completion": "b", "label": 0}, {"prompt": "a", "completion": "d", "label": 1}]
+    data = load("ratings", root=write(tmp_path / "a.jsonl", rows), template="plain", seq_len=24, val_fraction=0)
+    assert len(data) == 3
+    assert data.notes[1:] == (
+        "1 row (row 1) skipped: the answer is empty",
+        "1 row (row 3) skipped: the answer begins after seq_len = 24",
+        "2 rows (rows 2, 3) cut: longer than seq_len = 24",
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a"}, "row 0 is not a rated answer; its columns: prompt"),
+        ({"prompt": "a", "completion": "b", "label": "good"}, "label = 'good': expected true"),
+        ({"completion": said("a"), "label": True}, "the answer begins with a message of 'user'"),
+    ],
+)
+def test_rows_that_are_no_rated_answers_are_named(tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
+        load("ratings", root=write(tmp_path / "a.jsonl", [row]), template="plain", val_fraction=0)
+
+
+def test_prompts_are_asked_by_the_template_and_keep_their_rows(tmp_path):
+    rows = [{"prompt": "2+3?", "sum": 5}, {"prompt": said("a", "b", "c"), "sum": None}]
+    root = write(tmp_path / "a.jsonl", rows)
+    data = load("prompts", root=root, template="plain", val_fraction=0)
+    batch = data.gather(torch.tensor([0, 1]))
+    asked = [bytes(token for token in prompt if token >= 0) for prompt in batch["prompts"].tolist()]
+    assert asked == [b"user:\n2+3?\x03assistant:\n", b"user:\na\x03assistant:\nb\x03user:\nc\x03assistant:\n"]
+    assert [json.loads(bytes(row).rstrip(b"\0")) for row in batch["rows"].tolist()] == rows
+    plain = load("prompts", root=write(tmp_path / "b.jsonl", rows[:1]), template="none", val_fraction=0)
+    assert bytes(plain[0]["prompts"].tolist()) == b"2+3?"
+    with pytest.raises(UsageError, match="template = 'none' continues texts"):
+        load("prompts", root=root, template="none", val_fraction=0)
+    short = load("prompts", root=root, template="plain", seq_len=24, val_fraction=0)
+    assert short.notes[1] == "1 prompt (row 1) skipped: longer than seq_len = 24"
+    with pytest.raises(DataError, match="row 0 has no prompt; its columns: text"):
+        load("prompts", root=write(tmp_path / "c.jsonl", [{"text": "a"}]), template="plain", val_fraction=0)
+
+
+def test_prompts_of_a_tokenizer_end_with_its_end_token(folder):
+    code = PromptCode(folder(CHATML), None)
+    assert code.decode(code.encode("hi")).endswith("assistant\n")
+    assert [code._tokenizer.decode([token]) for token in code.end_tokens] == ["<|im_end|>"] or len(code.end_tokens) == 2
+    plain = PromptCode(folder(None), "none")
+    assert plain.decode(plain.encode("hi")) == "hi"
+    assert plain.end_tokens == {plain._tokenizer.eos_token_id}

@@ -22,8 +22,8 @@ def test_names_are_listed_without_torch():
     code = "import sys; from phalanx.zoo.data import names; names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert names() == [
-        *("chats", "choices", "digits", "files", "imagefolder", "masked", "mnist", "pairs", "preferences", "questions"),
-        *("shards", "spans", "synthetic", "text", "tokens"),
+        *("chats", "choices", "digits", "files", "imagefolder", "masked", "mnist", "pairs", "preferences", "prompts"),
+        *("questions", "ratings", "shards", "spans", "synthetic", "text", "tokens"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""DPO: its loss and rewards, the reference with adapters and without, and what is around the model."""
+"""DPO and KTO: losses and rewards, the reference with adapters and without, and what is around the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from phalanx.model import InitialisesWeights, WrapsModel, implements
 from phalanx.zoo.export import export_folder
 from phalanx.zoo.models import build
 from phalanx.zoo.models.hf import load_pretrained
-from phalanx.zoo.models.preference import DPO, answer_log_probabilities, reward_accuracy, reward_margin
+from phalanx.zoo.models.preference import (
+    DPO,
+    KTO,
+    answer_log_probabilities,
+    label_agreement,
+    label_reward,
+    reward_accuracy,
+    reward_margin,
+)
 
 
 def model() -> torch.nn.Module:
@@ -60,6 +68,47 @@ def test_the_loss_begins_at_log_2_and_the_formula_holds():
     assert found.loss.item() == pytest.approx(expected.item())
     assert torch.equal(reward_margin(found.logits, None), found.logits[:, 0] - found.logits[:, 1])
     assert reward_accuracy(found.logits, None).tolist() == (margin > 0).float().tolist()
+
+
+def moved(objective: DPO | KTO) -> torch.Tensor:
+    """Change the model a little; return the log-ratios of the answers to its reference, [3, 2]."""
+    objective.begin()
+    with torch.no_grad():
+        for parameter in objective.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    return by_hand(objective.model) - by_hand(objective.reference)
+
+
+def test_the_hinge_loss_wants_a_margin_of_one():
+    objective = DPO(model(), beta=2.0, loss_type="hinge")
+    ratios = moved(objective)
+    expected = (1 - 2.0 * (ratios[:, 0] - ratios[:, 1])).clamp(min=0)
+    assert expected.count_nonzero() > 0
+    assert objective(*pairs()).loss.item() == pytest.approx(expected.mean().item())
+
+
+def test_the_loss_of_ipo_wants_mean_log_ratios_apart_by_half_of_one_over_beta():
+    objective = DPO(model(), beta=0.25, loss_type="ipo")
+    means = moved(objective) / (pairs()[1] >= 0).sum(-1)
+    expected = (means[:, 0] - means[:, 1] - 2.0) ** 2
+    assert objective(*pairs()).loss.item() == pytest.approx(expected.mean().item())
+
+
+def test_the_loss_of_kto_compares_answers_with_the_divergence():
+    (own, other), (answers, other_answers) = (part.unbind(1) for part in pairs())
+    label = torch.tensor([True, False, True])
+    objective = KTO(model(), beta=0.5, desirable_weight=1.5, undesirable_weight=0.7)
+    ratios = moved(objective)
+    divergence = ratios[:, 1].mean().clamp(min=0)
+    direction = torch.tensor([1.0, -1.0, 1.0], dtype=torch.float64)
+    weights = torch.tensor([1.5, 0.7, 1.5], dtype=torch.float64)
+    expected = weights * (1 - torch.sigmoid(0.5 * direction * (ratios[:, 0] - divergence)))
+    output = objective(own, answers, other, other_answers, label)
+    assert output.loss.item() == pytest.approx(expected.mean().item())
+    assert (label_reward(output.logits, None) - 0.5 * direction * ratios[:, 0]).abs().max() < 1e-12
+    assert label_agreement(output.logits, None).tolist() == (direction * ratios[:, 0] > 0).float().tolist()
+    output.loss.backward()
+    assert all(parameter.grad is not None for parameter in objective.model.parameters())
 
 
 def test_with_adapters_the_reference_is_the_base_and_nothing_is_copied():
@@ -138,3 +187,12 @@ def test_a_model_without_storage_gets_an_equal_reference():
 def test_wrong_options_are_refused(options):
     with pytest.raises(UsageError, match="must be above 0"):
         DPO(model(), **options)
+
+
+def test_an_unknown_loss_and_options_without_effect_are_refused():
+    with pytest.raises(UsageError, match=r"unknown loss_type 'hing'\. Did you mean 'hinge'"):
+        DPO(model(), loss_type="hing")
+    with pytest.raises(UsageError, match=r"label_smoothing = 0\.1 has no meaning for loss_type = 'ipo'"):
+        DPO(model(), label_smoothing=0.1, loss_type="ipo")
+    with pytest.raises(UsageError, match=r"undesirable_weight = -1\.0 must be above 0"):
+        KTO(model(), undesirable_weight=-1.0)
