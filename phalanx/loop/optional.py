@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from phalanx.loop.gather import gather, gather_samples
     from phalanx.loop.large_batch import LAMB, LARS
     from phalanx.loop.last_finite import LastFinite
+    from phalanx.loop.recorders import open_sinks, own_run_dir
+    from phalanx.loop.reporting import Reporter
     from phalanx.loop.sync_norm import NormRanks, synchronise
     from phalanx.loop.tuning_trial import EpochControl
 
@@ -20,9 +22,12 @@ __all__ = [
     "EpochControl",
     "LastFinite",
     "NormRanks",
+    "Reporter",
     "WeightAverage",
     "gather",
     "gather_samples",
+    "open_sinks",
+    "own_run_dir",
     "synchronise",
 ]
 
@@ -31,6 +36,8 @@ _NAMES = {
     "phalanx.loop.gather": "gather gather_samples",
     "phalanx.loop.large_batch": "LAMB LARS",
     "phalanx.loop.last_finite": "LastFinite",
+    "phalanx.loop.recorders": "open_sinks own_run_dir",
+    "phalanx.loop.reporting": "Reporter",
     "phalanx.loop.sync_norm": "NormRanks synchronise",
     "phalanx.loop.tuning_trial": "EpochControl",
 }
