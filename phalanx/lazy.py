@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when first used, so that `import phalanx` never pays for torch."""
+"""Names of a package or module that are imported when first used, so that `import phalanx` never pays for torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package whose names are in other modules; a name may be a module itself.
+    """Return the `__getattr__` of a package or module whose names are in others; a name may be a module itself.
 
     `modules`: the names in each module, separated by spaces; a module's name may be relative to the package (".find").
     """

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "phalanx"
 TRAINING_VERBS = ("train", "resume", "runs", "evaluate", "predict", "export", "ckpt", "config", "init", "top", "stacks")
 """Verbs that train and look after a run, with what all verbs share; the others belong to tools."""
 FEATURE_ROOMS = ("diagnosis", "recovery", "speed", "trackers")
-_SHARED = ("__init__", "__main__", "flags", "parsers", "json_output", "ckpt_target", "completion")
+_SHARED = ("__init__", "__main__", "flags", "parsers", "json_output", "ckpt_actions", "ckpt_target", "completion")
 
 
 def tier(path: Path) -> str:

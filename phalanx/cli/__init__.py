@@ -103,18 +103,7 @@ def _dispatch(words: list[str]) -> int:
 
         say_to_user(unknown_verb(words[0], words[1:], VERBS))
         return EXIT_USAGE
-    if {"-h", "--help", "--help-all"} & set(words[1 : words.index("--") if "--" in words else None]):
-        print_help(words[0], words[1:])
     return run_verb(words[0], words[1:])
-
-
-def print_help(verb: str, words: list[str]) -> None:
-    """Print the help of a verb whose parser is apart from it, and end; the others print it themselves."""
-    from phalanx.cli.parsers import PARSERS, train_parser
-
-    if verb in PARSERS:
-        parser = train_parser(with_recipes=True) if verb == "train" else PARSERS[verb]()
-        parser.parse_known_args(words[: words.index("--") if "--" in words else None])
 
 
 def _help() -> str:

@@ -23,7 +23,6 @@ from phalanx.cli.mistakes import explained, unknown_words
 from phalanx.config import FIELDS, GROUPS, ResolvedConfig, parse_text, resolve
 from phalanx.config.aliases import NAMES, Aliases
 from phalanx.config.option import kinds
-from phalanx.config.profile import is_profile_word
 from phalanx.config.settings import add_engine, title_of
 from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
@@ -46,7 +45,9 @@ ALSO_ACCEPTED = "also accepted"
 """The title of the aliases, which are shown with all settings only."""
 SECTIONS: dict[str, Any] = {title_of(group).lower(): group for group in GROUPS}
 """The groups of settings: those of every run, and those of each engine."""
-_NEGATIVE = re.compile(r"-\d[\w.]*")
+_NEGATIVE = re.compile(r"-\.?\d[\w.+-]*$")
+_SEVERAL_WORDS = "profile"
+"""A setting whose flag takes several words: --profile steps=10:15 ranks=0,3."""
 BARE = "<bare flag>"
 """The value of a flag that was given without one."""
 _SHORT = {"-q": ("quiet", "errors, what ranks print and the result"), "-v": ("verbose", "every event")}
@@ -62,7 +63,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if len(action.option_strings) != 2 or not action.option_strings[1].startswith("--no-"):
             return super()._format_action_invocation(action)
-        value = f" [{action.metavar}]" if action.nargs == "?" else ""
+        value = {"?": f" [{action.metavar}]", "*": f" [{action.metavar} ...]"}.get(str(action.nargs), "")
         return f"--[no-]{action.option_strings[0][2:]}{value}"
 
 
@@ -71,7 +72,7 @@ class ValueAction(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Store the value, "false" for the form with --no-."""
-        value = self.const if values in ([], None) else values
+        value = self.const if values in ([], None) else " ".join(values) if isinstance(values, list) else values
         if option_string is not None and option_string.startswith("--no-"):
             if value != self.const:
                 raise UsageError(f"{option_string} takes no value; got: {value}")
@@ -137,6 +138,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, add_help=False, **options)
+        self._negative_number_matcher = _NEGATIVE  # that of argparse takes -5B and -1e-3 for flags
         self.takes_settings = False
         self.help_action = self.add_argument(
             "-h",
@@ -160,39 +162,25 @@ class FlagParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as argparse does; words of --profile may stand one by one: `--profile steps=10:15 ranks=0,3`."""
-        words = self._with_dashes(sys.argv[1:] if args is None else args)
-        profile = self._option_string_actions.get("--profile")
-        takes_words = profile is not None and profile.nargs != 0
-        for index in reversed([index for index, word in enumerate(words) if word == "--profile" and takes_words]):
-            end = index + 1
-            while end < len(words) and is_profile_word(words[end]):
-                end += 1
-            if end < len(words) and re.fullmatch(r"\d+(:\d+)?", words[end]):
-                written = f"--profile steps={words[end]}"
-                raise UsageError(f"--profile {words[end]}: steps are written {written}", hint=f"Write: {written}")
-            words[index:end] = [f"--profile={' '.join(words[index + 1 : end]) or 'true'}"]
-        for index in reversed(range(1, len(words))):  # argparse takes -5B for a flag
-            if _NEGATIVE.fullmatch(words[index]) and words[index - 1].startswith("--") and "=" not in words[index - 1]:
-                words[index - 1 : index + 1] = [f"{words[index - 1]}={words[index]}"]
+        """Parse as argparse does; a flag that is not known yet may be of an engine from another package."""
+        words = list(sys.argv[1:] if args is None else args)
         for flag, file in itertools.pairwise(words):
             if flag == "--json" and (file == "-" or file.endswith(".json")):  # as other programs have it
                 raise UsageError("--json takes no file: it prints on standard output", hint="Write: --json > FILE")
-        parsed, unknown = super().parse_known_args(words, namespace)
-        if self.takes_settings and any(word.startswith("--") for word in unknown) and _add_flags_of_engines(self):
-            return super().parse_known_args(words, namespace)
-        return parsed, unknown
+        flags = {self._with_dashes(word).partition("=")[0] for word in words if word.startswith("--")}
+        if self.takes_settings and not flags <= {"--", *self._option_string_actions}:
+            _add_flags_of_engines(self)
+        return super().parse_known_args(words, namespace)
 
-    def _with_dashes(self, words: Sequence[str]) -> list[str]:
-        """Return the words with --max_steps, as settings are written in Python, for --max-steps."""
-        end = list(words).index("--") if "--" in words else len(words)
-        written = []
-        for word in words[:end]:
-            flag, *value = word.split("=", 1)
-            meant = flag.replace("_", "-")
-            is_meant = flag.startswith("--") and flag != meant and meant in self._option_string_actions
-            written.append("=".join([meant, *value]) if is_meant else word)
-        return [*written, *words[end:]]
+    def _parse_optional(self, arg_string: str) -> Any:
+        """Return the flag that a word is, if it is one (argparse asks this of each word)."""
+        return super()._parse_optional(self._with_dashes(arg_string))
+
+    def _with_dashes(self, word: str) -> str:
+        """Return --max-steps for --max_steps, as settings are written in Python."""
+        flag, equals, value = word.partition("=")
+        meant = flag.replace("_", "-")
+        return f"{meant}{equals}{value}" if meant in self._option_string_actions else word
 
     def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse, and name every unknown flag with the nearest known one."""
@@ -257,10 +245,11 @@ def read_target(
     if len(named) > 1 or not (named or parts):
         problem = f"nothing to {verb} was named" if not named else f"{' and '.join(named)} were both given"
         # --tensorboard digits: a flag with an optional value takes the word after it.
-        flag_of = {str(value): name for name, value in vars(namespace).items() if name in NAMES}
+        settings = [(name, str(value)) for name, value in vars(namespace).items() if name in NAMES]
+        flag_of = {word: name for name, value in settings for word in (value, *value.split())}
         if recipe := next((word for word in recipe_names() if word in flag_of), None):
             flag = "--" + flag_of[recipe].replace("_", "-")
-            hint = f"{recipe} is the value of {flag} here. Write: phalanx {verb} {recipe} ... {flag}"
+            hint = f"{recipe} is a value of {flag} here. Write: phalanx {verb} {recipe} ... {flag}"
         raise UsageError(problem, hint=hint)
     if namespace.recipe or parts:
         if script_arguments:
@@ -344,8 +333,8 @@ def add_config_flags(parser: FlagParser) -> None:
             _add_flag(section, name)
 
 
-def _add_flags_of_engines(parser: FlagParser) -> bool:
-    """Add the settings of engines of other packages; return whether there are any."""
+def _add_flags_of_engines(parser: FlagParser) -> None:
+    """Add the settings of engines of other packages."""
     from importlib.metadata import entry_points  # 30 ms, which few commands need
 
     names: list[str] = []
@@ -357,7 +346,6 @@ def _add_flags_of_engines(parser: FlagParser) -> bool:
     section = parser.add_argument_group("engines of other packages")
     for name in new:
         _add_flag(section, name)
-    return bool(new)
 
 
 def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
@@ -368,6 +356,7 @@ def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     text = f"{field.metadata['help']}{default}".replace("%", "%%")
     flags = [flag, f"--no-{flag[2:]}"] if "bool" in members else [flag]
     nargs = None if "bool" not in members else "?" if {"str", "int"} & {*members} else 0
+    nargs = "*" if name == _SEVERAL_WORDS else nargs
     options: dict[str, Any] = {"nargs": nargs, "const": BARE, "metavar": _metavar(field), "help": text}
     section.add_argument(*flags, dest=name, default=argparse.SUPPRESS, action=ValueAction, **options)
 

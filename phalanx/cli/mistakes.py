@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from phalanx.config.names import is_known_elsewhere, like_flag, like_option, like_verb
 from phalanx.errors import PhalanxError, nearest, unknown_name
-from phalanx.recipes import TABLES, find_recipe
+from phalanx.recipes import TABLES, find_recipe, recipe_names
 
 _EXAMPLES = {
     "RUN": ("last", "digits"),
@@ -65,7 +65,9 @@ def explained(parser: argparse.ArgumentParser, message: str) -> tuple[str, str]:
     for pattern, ours in _PLAIN.items():
         if match := re.fullmatch(pattern, problem):
             metavar = str(action.metavar if action is not None and action.metavar else "VALUE")
-            return ours.format(flag=flag, value=match[1] if match.groups() else "", metavar=metavar), ""
+            value = match[1] if match.groups() else ""
+            example = f"Write: {parser.prog} {value} ... {flag}" if value in recipe_names() else ""
+            return ours.format(flag=flag, value=value, metavar=metavar), example
     return message, ""
 
 

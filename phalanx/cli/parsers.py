@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from phalanx.cli import mistakes
 from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags
@@ -37,14 +35,21 @@ the run failed, where processes or files are left behind, and where the weights 
 --strategy ring --fixed-order in any bit, otherwise beyond rounding."""
 
 
-def train_parser(*, with_recipes: bool = False) -> FlagParser:
-    """Return the parser of `phalanx train`; `with_recipes`: its help lists them."""
-    recipes = [f"  {name:<11} {load_recipe(name).summary}" for name in recipe_names()] if with_recipes else []
-    parser = FlagParser(
+class TrainParser(FlagParser):
+    """The parser of `phalanx train`, whose help lists the recipes."""
+
+    def format_help(self, part: str = "") -> str:
+        """Return the help; the recipes are read for it alone."""
+        self.epilog = "\n".join(["recipes:", *(f"  {name:<11} {load_recipe(name).summary}" for name in recipe_names())])
+        return super().format_help(part)
+
+
+def train_parser() -> FlagParser:
+    """Return the parser of `phalanx train`."""
+    parser = TrainParser(
         prog="phalanx train",
         usage="phalanx train <recipe> | --model M --data D | --script FILE | -m MODULE [options] [-- its arguments]",
         description="Train on N ranks.",
-        epilog="\n".join(["recipes:", *recipes]),
     )
     add_target_flags(parser)
     parser.add_argument(
@@ -95,24 +100,10 @@ def tune_parser() -> FlagParser:
     return parser
 
 
-class VerifyParser(FlagParser):
-    """The parser of `phalanx verify`, in which --faults may have a number or none, and a recipe may follow it."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as argparse does, with a --faults without a number at the end, where it takes no other word."""
-        words = list(args or ())
-        pairs = zip(words, [*words[1:], ""], strict=False)
-        is_bare = [word == "--faults" and not after.lstrip("-").isdecimal() for word, after in pairs]
-        others = [word for word, bare in zip(words, is_bare, strict=True) if not bare]
-        return super().parse_known_args([*others, *(["--faults"] if any(is_bare) else [])], namespace)
-
-
 def verify_parser() -> FlagParser:
     """Return the parser of `phalanx verify`."""
     kinds = "\n".join(f"  {name:<11} {text}" for name, text in KINDS.items())
-    parser = VerifyParser(
+    parser = FlagParser(
         prog="phalanx verify",
         usage="phalanx verify <recipe or model> | --script FILE | --case NAME "
         "[--resume | --reshard LAYOUT | --faults [N] | --fault F ... | --own-loop] [options]",

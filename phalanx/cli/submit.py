@@ -22,6 +22,7 @@ from phalanx.host.files import make_private
 from phalanx.launch.nccl import nccl_variables
 from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe
+from phalanx.tools.plan import Cluster, Goal, estimate, presets
 from phalanx.tools.plan.presets import of_recipe
 from phalanx.tools.plan.rules import layout_of
 from phalanx.tools.submit.job import (
@@ -138,8 +139,6 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
 
 def check_fits(job: ClusterJob, model: str | None, gpu: str) -> str:
     """Return the predicted memory and step time of a job on a type of GPU; UsageError if it does not fit."""
-    from phalanx.tools.plan import Cluster, Goal, estimate, presets
-
     presets.gpu(gpu)
     if model is None or job.config.batch_size is None:
         return f"whether it fits on {gpu} is not known: the planner knows the recipes gpt, llama and moe with a preset"

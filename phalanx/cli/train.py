@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli import command_began
+from phalanx.cli.dry_run import print_plan
 from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
 from phalanx.cli.json_output import json_at_end, run_summary
 from phalanx.cli.parsers import train_parser
@@ -23,6 +24,7 @@ from phalanx.host.files import scratch_folder
 from phalanx.host.gpus import count_gpus
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.launch.nccl import nccl_environment
+from phalanx.launch.rank import run_target
 from phalanx.launch.spec import Target
 from phalanx.observe.goodput import EVENTS
 from phalanx.observe.guard import say_to_user
@@ -181,8 +183,6 @@ def show_plan(
     as_json: bool = False,
 ) -> int:
     """Check what is checked before a start, and print the plan; GPUs that are not here are planned for."""
-    from phalanx.cli.dry_run import print_plan
-
     _check_target(recipe, resolved, target)
     started = read_rank_env()
     if isinstance(target, ScriptTarget):
@@ -375,8 +375,6 @@ def _as_node(started: RankEnv, resolved: ResolvedConfig) -> ResolvedConfig:
 
 
 def _run_as_task(join: Callable[[], None], resolved: ResolvedConfig, target: ScriptTarget | ModuleTarget | None) -> int:
-    from phalanx.launch.rank import run_target
-
     assert target is not None, "recipes are torch models, and were refused"
     check_packages(resolved.config)
     os.environ.update(_rank_environment(resolved, resolved.config))
@@ -390,8 +388,6 @@ def _run_as_rank(
 ) -> int:
     if recipe is None:
         export_rank_env(started)  # a plain torch script reads torchrun's variables only
-        from phalanx.launch.rank import run_target
-
         assert target is not None, "either a recipe or a script was named"
         os.environ.update(nccl_environment(resolved.config.nccl_env, os.environ))
         os.environ.update(_rank_environment(resolved, resolved.config))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
+from phalanx.config import user_settings
 from phalanx.config.backends import BACKENDS
 from phalanx.config.settings import FIELDS, Settings, add_engine
 from phalanx.errors import ConfigError, UsageError
@@ -27,9 +28,7 @@ class DistributedConfig(Settings):
     """All settings of a run. Building one checks every value and reports all mistakes at once."""
 
     def __init__(self, **values: Unpack[AllSettings]) -> None:
-        from phalanx.config.checking import check  # all rules: a rank's config is `trusted`
-
-        complete, mistakes = check(values)
+        complete, mistakes = user_settings.check(values)
         if mistakes:
             raise ConfigError([message for _, message in mistakes])
         self.__dict__.update(complete)
@@ -58,11 +57,8 @@ class DistributedConfig(Settings):
         """
         if self.backend not in BACKENDS or not BACKENDS[self.backend].engine:
             return {}  # only the rules of engines name such settings
-        from phalanx.config.rules import engine_rules  # runs without an engine load no rules in their ranks
-
-        pairs_of_engines = [
-            rules.unused(self) for rules in engine_rules({"backend": self.backend}) if hasattr(rules, "unused")
-        ]
+        engines = user_settings.engine_rules({"backend": self.backend})
+        pairs_of_engines = [rules.unused(self) for rules in engines if hasattr(rules, "unused")]
         return dict(pair for pairs in pairs_of_engines for pair in pairs)
 
     @property
@@ -72,17 +68,15 @@ class DistributedConfig(Settings):
         values = ", ".join(f"{name} = {getattr(self, name)!r}" for name in unused)
         if not unused:
             return ""
-        from phalanx.config.rules import engine_rules  # likewise
-
-        engines = [rules for rules in engine_rules({"backend": self.backend}) if hasattr(rules, "instead")]
+        engines = [
+            rules for rules in user_settings.engine_rules({"backend": self.backend}) if hasattr(rules, "instead")
+        ]
         instead = "".join(rules.instead(self, unused) for rules in engines)
         return f"not used by backend = {self.backend!r}: {values}.{instead}"
 
     def refuse_unused(self, settings: Mapping[str, Any]) -> None:
         """Raise for settings given to this backend that it would ignore."""
-        from phalanx.config.aliases import rename  # ranks, whose settings are checked, know no other spellings
-
-        named = rename(settings)[0]
+        named = user_settings.rename(settings)[0]
         refused = [text for name, text in self.unused.items() if name in named]
         if refused:
             raise ConfigError(refused)
@@ -97,13 +91,11 @@ class DistributedConfig(Settings):
 
     def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""
-        from phalanx.config.aliases import merge, rename  # in the process that a user writes in
-
-        renamed, mistakes = rename(changes)
+        renamed, mistakes = user_settings.rename(changes)
         if mistakes:
             raise ConfigError([message for _, message in mistakes])
         counted = {"num_workers": None} if {"num_gpus", "gpus_per_node"} & changes.keys() else {}
-        return DistributedConfig(**merge({**self.to_dict(), **counted}, renamed))
+        return DistributedConfig(**user_settings.merge({**self.to_dict(), **counted}, renamed))
 
     @property
     def settled(self) -> DistributedConfig:

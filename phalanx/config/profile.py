@@ -29,12 +29,6 @@ class Profiling(NamedTuple):
         return self.last > 0 and (self.ranks is None or rank in self.ranks)
 
 
-def is_profile_word(text: str) -> bool:
-    """Whether an argument of a command line belongs to the --profile before it."""
-    is_meant = text.isalpha() and nearest(text, _WORDS) is not None  # a mistake is then explained; not a script's name
-    return is_meant or text in ("true", "false") or bool(re.match(r"[a-z_]+=|[^ ]+ ", text))
-
-
 def parse_profile(setting: bool | str) -> Profiling | None:
     """Read the words of `profile`; None where it is off. ValueError says what to write."""
     if setting is False:
@@ -59,6 +53,8 @@ def _unknown(word: str, name: str) -> str:
         return f"{name} takes no value: write {name}."
     if name in _WORDS:
         return f"{name} needs a value: write {'steps=10:15' if name == 'steps' else 'ranks=0,3'}."
+    if _STEPS.fullmatch(word):
+        return f"steps are written steps={word}."
     close = nearest(name, _WORDS)
     guess = f" Did you mean {close}?" if close else ""
     return f"unknown word {word!r}.{guess} Allowed: steps=10:15, ranks=all or ranks=0,3, memory, nvtx."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from phalanx.config import user_settings
 from phalanx.config.settings import ENV_PREFIX, FIELDS, Settings
 from phalanx.errors import UsageError
 
@@ -97,9 +98,8 @@ def unused_by_script(names: Iterable[str], users: Collection[str], backend: str)
 
     `users`: who uses settings there. An engine may start ranks by further ones, `FOR_SCRIPTS` in its rules.
     """
-    from phalanx.config.rules import engine_rules  # not in ranks, whose settings are checked
-
-    of_engine = {name for rules in engine_rules({"backend": backend}) for name in getattr(rules, "FOR_SCRIPTS", ())}
+    rules_of_engine = user_settings.engine_rules({"backend": backend})
+    of_engine = {name for rules in rules_of_engine for name in getattr(rules, "FOR_SCRIPTS", ())}
     unused = [name for name in names if not counts(name, users) and name not in of_engine]
     return {name: _for_script(name, users) for name in unused}
 

@@ -1,4 +1,7 @@
-"""The calls of this rank, from torch's flight recorder and the ring of Phalanx, and which of them are overdue."""
+"""The calls of this rank, from torch's flight recorder and the ring of Phalanx, and which of them are overdue.
+
+torch is imported when there are groups of it: the launcher and ranks of TensorFlow load this module without torch.
+"""
 
 from __future__ import annotations
 

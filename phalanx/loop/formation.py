@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
+import phalanx.config
+from phalanx import checkpoint
 from phalanx.checkpoint.collectives import from_rank_zero
 from phalanx.comm import register_backend
 from phalanx.config import DistributedConfig
@@ -37,9 +38,8 @@ from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError, a_type
 from phalanx.features import feature
 from phalanx.host.remote import as_path
-from phalanx.loop.ema import WeightAverage
+from phalanx.loop import optional
 from phalanx.loop.forward import BatchPasses, Forward, decide_forward
-from phalanx.loop.gather import gather, gather_samples
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.loader import ActiveLoader, CompiledSwitch, PreparedLoader
 from phalanx.loop.loop_record import LoopRecord
@@ -58,7 +58,9 @@ from phalanx.world.seed import derive_seed, rng_state, seed_everything, set_rng_
 from phalanx.world.world import join_world, leave_world
 
 if TYPE_CHECKING:
+    from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
     from phalanx.config.arguments import AllSettings
+    from phalanx.loop.ema import WeightAverage
 
 _FORMATIONS = itertools.count(1)
 
@@ -83,15 +85,9 @@ class Formation:
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
         if settings:
-            from phalanx.config import (
-                given_names,  # with all spellings, which a rank with a checked config does not need
-            )
-
-            refuse_in_loop(given_names(settings))
+            refuse_in_loop(phalanx.config.given_names(settings))
         if config is None:
-            from phalanx.config import resolve  # with all rules, which a rank with a checked config does not need
-
-            config = resolve(settings).config
+            config = phalanx.config.resolve(settings).config
         elif settings:
             config = config.replace(**settings)
         config.require_torch(type(self).__name__)
@@ -121,7 +117,7 @@ class Formation:
         """Messages for the user when the run starts."""
         self._clear()
         self._locks: dict[Path, RunLock] = {}
-        self.saver = Saver()
+        self._saver: Saver | None = None
         self._compiled_calls: CompiledSwitch | None = None
         if config.compile:
             self._compiled_calls = calls = feature("compiled-calls")(self.notes)
@@ -153,10 +149,17 @@ class Formation:
         """Call a function when everything is released, before what was changed earlier is restored."""
         self._undo.append(undo)
 
+    @property
+    def saver(self) -> Saver:
+        """What writes checkpoints; a loop that saves none does not load it."""
+        if self._saver is None:
+            self._saver = checkpoint.Saver()
+        return self._saver
+
     def start_average(self, model: nn.Module) -> None:
         """Average the weights of a model that was prepared, whole or by its parts, where `ema_decay` is set."""
         if self.config.ema_decay is not None:
-            self.average = WeightAverage(self.strategy.unwrap(model), self.config.ema_decay)
+            self.average = optional.WeightAverage(self.strategy.unwrap(model), self.config.ema_decay)
 
     def _followed(self) -> None:
         if self.average is not None:
@@ -390,14 +393,14 @@ class Formation:
 
         `values`: a tensor, or tensors in tuples, lists and dicts. Ranks that read the same samples count once.
         """
-        return gather(self.world, values)
+        return optional.gather(self.world, values)
 
     def gather_for_metrics(self, values: Any) -> Any:
         """Return what `gather` does for outputs of the last batch, one row per sample, each sample once.
 
         At the ragged end of the data some ranks get placeholders or fewer samples: these rows are left out.
         """
-        return gather_samples(self.world, values, self._active.loader)
+        return optional.gather_samples(self.world, values, self._active.loader)
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
         """Record numbers of your own: `f.log({"critic": loss})` or `f.log("critic", loss)`.
@@ -437,7 +440,7 @@ class Formation:
 
         An error of writing it is raised here, on all ranks.
         """
-        saved = self.saver.finish()
+        saved = None if self._saver is None else self._saver.finish()
         if saved is not None:
             self._lock(saved.path.parent)
         return saved
@@ -445,7 +448,7 @@ class Formation:
     def _lock(self, directory: Path) -> None:
         """Mark the run as in progress until `close`: others then leave its checkpoints and chunks alone."""
         if self.is_main and directory not in self._locks:
-            self._locks[directory] = lock = RunLock(directory, self.run_id)
+            self._locks[directory] = lock = checkpoint.RunLock(directory, self.run_id)
             self._undo.append(lock.release)
         elif self.is_main:
             self._locks[directory].renew()
@@ -473,7 +476,8 @@ class Formation:
 
     def release(self) -> None:
         """Restore the user's objects without communication; after an error other ranks may have failed."""
-        self.saver.release()
+        if self._saver is not None:
+            self._saver.release()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from phalanx import torch_compat
 from phalanx.features import feature
 from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.host.processes import host_memory
@@ -154,7 +155,7 @@ class CompileCount(Protocol):
     def graphs(self) -> int:
         """How many graphs were made so far."""
 
-    def watch(self, first_step: int, *, compiles: bool) -> Callable[[], None]:
+    def watch(self, first_step: int) -> Callable[[], None]:
         """Watch from now on, and return what ends it."""
 
     def step_done(self) -> None:
@@ -172,7 +173,7 @@ class RunSpeed:
         world = formation.world
         self.ledger = Ledger(self.clock, attempt=world.env.attempt + world.env.generation, launched=world.is_launched)
         self.tokens = TokenRate()
-        self.compiles: CompileCount = feature("compile-watch")(self.clock, emit)
+        self._compiles: CompileCount | None = None
         self._first_step = self._first_samples = 0
 
     def begin(self, step: int, samples: int) -> None:
@@ -180,7 +181,15 @@ class RunSpeed:
         self._first_step, self._first_samples = step, samples
         self.clock.start()
         self.ledger.begin()
-        self._formation.undo_later(self.compiles.watch(step, compiles=self._formation.config.compile))
+        # A model that the user has compiled is watched as well: then torch has imported its compiler.
+        if self._formation.config.compile or torch_compat.is_compiler_loaded():
+            self._compiles = feature("compile-watch")(self.clock, self._emit)
+            self._formation.undo_later(self._compiles.watch(step))
+
+    def step_done(self) -> None:
+        """Report what was compiled up to the end of a step, if anything."""
+        if self._compiles is not None:
+            self._compiles.step_done()
 
     def _communication(self) -> float | None:
         sent = self._formation.strategy.comm_stats()
@@ -196,7 +205,7 @@ class RunSpeed:
 
     def close(self, samples: int, history: History) -> None:
         """Report the attempt, and note the whole run: this attempt and the earlier ones in the run's events."""
-        self.compiles.step_done()
+        self.step_done()
         last = self.report(samples)
         if not self._formation.is_main:
             return
@@ -216,7 +225,8 @@ class RunSpeed:
         """Write throughput and traffic so far into the history."""
         history.throughput = rate = self.clock.average
         history.first_steps_seconds = self.clock.warm_up.seconds
-        history.compile_seconds, history.compile_graphs = self.compiles.seconds, self.compiles.graphs
+        if self._compiles is not None:
+            history.compile_seconds, history.compile_graphs = self._compiles.seconds, self._compiles.graphs
         history.slow_seconds, history.slow_laps, history.laps = self.clock.slow_laps
         history.tokens_per_second, history.mfu = self.tokens.tokens(rate), self.tokens.mfu(rate)
         history.speedup = self.speedup(rate)

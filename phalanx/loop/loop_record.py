@@ -18,10 +18,13 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.config.ways import loop_note
 from phalanx.data.order import BatchSplit
+from phalanx.loop import optional
 from phalanx.loop.step_info import StepInfo
 from phalanx.loop.values import OWN_CURVES, VAL, Values, checked, checked_step, reduced
 from phalanx.observe.guard import say_to_user
 from phalanx.observe.heartbeat import current as current_heartbeat
+from phalanx.observe.run_folder import make_run_dir
+from phalanx.observe.sinks import EventStream
 
 if TYPE_CHECKING:
     from phalanx.loop.formation_state import FormationState
@@ -88,12 +91,6 @@ class LoopRecord:
 
     def _open(self) -> Reporter:
         """Open the record; values that were logged before go into it."""
-        # Many loops have no place for a record, and do not load this.
-        from phalanx.loop.recorders import open_sinks, own_run_dir
-        from phalanx.loop.reporting import Reporter
-        from phalanx.observe.run_folder import make_run_dir
-        from phalanx.observe.sinks import EventStream
-
         formation = self._formation
         config, loaders = formation.config, formation.loaders
         name = config.name or Path(sys.argv[0] if sys.argv else "").stem or "loop"
@@ -101,10 +98,10 @@ class LoopRecord:
         if formation.is_main:
             run_dir = config.run_dir or os.environ.get("PHALANX_RUN_DIR")
             config_here = config if run_dir is None else config.with_trusted(run_dir=str(run_dir))
-            folder = own_run_dir(lambda: make_run_dir(config_here, name))
-            sinks = open_sinks(config, folder, console=False)
+            folder = optional.own_run_dir(lambda: make_run_dir(config_here, name))
+            sinks = optional.open_sinks(config, folder, console=False)
         layout = loaders[0].sharded.layout if loaders else BatchSplit(0)
-        report = Reporter(formation, name, layout, folder, EventStream(sinks, rank=formation.rank))
+        report = optional.Reporter(formation, name, layout, folder, EventStream(sinks, rank=formation.rank))
         formation.clock.data_wait = lambda: sum(loader.waited_s for loader in loaders)
         if formation.is_main:
             atexit.register(self._flush)

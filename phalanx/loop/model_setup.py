@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.features import feature
+from phalanx.loop import optional
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.model import AdapterLayer, WrapsModel, implements
@@ -104,7 +105,6 @@ def _multiply_in_fp8(model: nn.Module, notes: list[str]) -> Callable[[], None]:
 
 def _synchronise_norms(model: nn.Module, world: World, gradients: Gradients, notes: list[str]) -> Callable[[], None]:
     """Let batch norms use the statistics of all ranks, or say that there are none; return what undoes it."""
-    from phalanx.loop.sync_norm import NormRanks, synchronise  # loads torch's compiler, which takes seconds
 
     def is_placeholder() -> bool:
         micro = gradients.micro
@@ -115,7 +115,7 @@ def _synchronise_norms(model: nn.Module, world: World, gradients: Gradients, not
     group = None
     if world.device.type != "cuda":
         group = build_axis_group(world.mesh, ("dp_replicate", "dp_shard"), world.rank, "gloo")
-    layers, undo = synchronise(model, NormRanks(group, world.world_size, is_placeholder))
+    layers, undo = optional.synchronise(model, optional.NormRanks(group, world.world_size, is_placeholder))
     if not layers:
         notes.append("sync_batch_norm: the model has no BatchNorm layer, so it changes nothing")
     return undo

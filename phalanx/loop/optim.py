@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.features import feature
+from phalanx.loop import optional
 
 _BETA2 = 0.999
 """torch's default, as is a momentum of 0.9."""
@@ -43,11 +44,9 @@ def build_optimizer(
         case "adamw8bit":
             return feature("adamw8bit")(trained, betas=betas, **settings)  # type: ignore[no-any-return]
         case "lamb" | "lars":
-            from phalanx.loop.large_batch import LAMB, LARS  # for batches of thousands of samples: few runs
-
             if config.optimizer == "lamb":
-                return LAMB(trained, betas=betas, **settings)
-            return LARS(trained, momentum=config.momentum, **settings)
+                return optional.LAMB(trained, betas=betas, **settings)
+            return optional.LARS(trained, momentum=config.momentum, **settings)
         case "adam":
             return torch.optim.Adam(trained, betas=betas, fused=fused, **settings)
         case "sgd":

@@ -195,7 +195,7 @@ class Reporter:
             if self._world.device.type == "cuda":  # else the first step's work would count in the next one
                 torch.cuda.synchronize(self._world.device)
             self.clock.warmed_up()
-        self._speed.compiles.step_done()
+        self._speed.step_done()
         self.samples += samples
         self._epoch_samples += samples
         if self._speed.ledger.is_due:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PreemptedError
 from phalanx.host.processes import stop_reason
+from phalanx.loop import optional
 from phalanx.loop.best import MetricWatch
 from phalanx.loop.preemption import StopNotices
 from phalanx.observe.format import duration
@@ -182,10 +183,8 @@ class RunControl:
     def _trial_control(self) -> EpochControl | None:
         if "PHALANX_TRIAL_CONTROL" not in os.environ:
             return None
-        from phalanx.loop.tuning_trial import EpochControl  # only trials of a search need it
-
         world = self._formation.world
-        return EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
+        return optional.EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
 
     def begin(self, say: Callable[[str, str], None]) -> None:
         """Start the clock of `max_time`, and receive signals and notices; `say`: shows the user a message."""

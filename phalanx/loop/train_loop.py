@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.checkpoint import collectives
 from phalanx.config import DistributedConfig
 from phalanx.features import feature
+from phalanx.loop import optional
 from phalanx.loop.checkpoint_policy import CheckpointPolicy
 from phalanx.loop.evaluate import Evaluation, begin_training, validation_loader
 from phalanx.loop.formation import Formation
@@ -161,9 +162,8 @@ class TrainLoop:
             ending.reason = "nothing was left to train"
         self.control.begin(self.report.say)
         if self.saving.gives_back and self.config.on_nonfinite == "stop":
-            from phalanx.loop.last_finite import LastFinite  # only in the process that holds the user's model
-
-            last_finite = LastFinite(self.formation.unwrap(self.model), self.formation.optimizers)
+            # Only in the process that holds the user's model.
+            last_finite = optional.LastFinite(self.formation.unwrap(self.model), self.formation.optimizers)
             last_finite.keep(self.step)
             self.state.last_finite = last_finite
         entered = enter_loop(self)

@@ -41,6 +41,9 @@ from phalanx.run.preflight import check_before_start
 from phalanx.run.rate_finder import RateSweep, find_rate
 from phalanx.run.record import RunRecord
 from phalanx.run.result import JobResult
+from phalanx.run.resume import check_left, check_not_in_use
+from phalanx.run.start import send_job
+from phalanx.run.stored import StoredRun
 from phalanx.run.weights import load_weights, return_weights, save_weights
 from phalanx.strategies.fsdp import check_shardable
 from phalanx.strategies.optimizer_state import match_groups
@@ -259,8 +262,6 @@ class TorchTrainer:
         if action != "fit":
             config = config.with_trusted(**_REPORTS_OFF)
         else:
-            from phalanx.run.resume import check_not_in_use  # the parent's side: a rank does not load it
-
             check_not_in_use(config, again=True)
         layout, note = plan_layout(config, count_gpus()), ""
         if action == "fit":
@@ -280,8 +281,6 @@ class TorchTrainer:
                 "last --profile",
                 stacklevel=5,
             )
-        from phalanx.run.start import send_job  # the parent's side: a rank does not load it
-
         job = Job(action, task, config_here, checked=True, note=note, gives_back=True, sends_back=True)
         data = engine_of(config_here).datasets(task.train, task.val)
         result: JobResult
@@ -328,15 +327,11 @@ def _return_trained(trainer: TorchTrainer, result: JobResult) -> None:
 def _check_left(config: DistributedConfig) -> None:
     """Refuse to resume a checkpoint with nothing left to train."""
     if isinstance(config.resume_from_checkpoint, str) and read_rank_env() is None:
-        from phalanx.run.resume import check_left  # the parent's side: a rank does not load it
-
         check_left(config)
 
 
 def _what_came(run_dir: Path, trained: str = "") -> str:
     """Say what the caller has after a fit that failed; `trained`: what came back."""
-    from phalanx.run.stored import StoredRun  # the parent's side, after a failure
-
     last = StoredRun(run_dir).checkpoints[-1:]
     checkpoint = f"the last checkpoint is {last[0]}: trainer.load('{last[0]}')" if last else "no checkpoint was saved"
     return f"{trained or 'the model is as it was before fit'}, and {checkpoint}"

@@ -44,7 +44,6 @@ class CompileWatch:
         self._lock = Lock()
         self._ended = Flag()
         self._first_step = self._graphs_before = 0
-        self._is_watching = False
         self.seconds = self._began = self._step_began = 0.0
         """Seconds of all compilations so far, those in evaluations included."""
         self._forget_step()
@@ -52,21 +51,16 @@ class CompileWatch:
     def _forget_step(self) -> None:
         self._compiles, self._of_step, self._say_at = False, 0.0, _SAID_AFTER
 
-    def watch(self, first_step: int, *, compiles: bool) -> Callable[[], None]:
-        """Watch from now on, and return what ends it; `first_step`: steps before, `compiles`: the run's setting.
-
-        A model that the user has compiled is watched as well: then torch has imported its compiler. Else this does not.
-        """
-        if not compiles and not torch_compat.is_compiler_loaded():
-            return lambda: None
-        self._first_step, self._is_watching = first_step, True
+    def watch(self, first_step: int) -> Callable[[], None]:
+        """Watch from now on, and return what ends it; `first_step`: steps before."""
+        self._first_step = first_step
         self._graphs_before = torch_compat.compiled_graphs()
         return torch_compat.around_compiles(self._begin, self._end)
 
     @property
     def graphs(self) -> int:
         """How many graphs were made so far."""
-        return torch_compat.compiled_graphs() - self._graphs_before if self._is_watching else 0
+        return torch_compat.compiled_graphs() - self._graphs_before
 
     def _begin(self) -> None:
         with self._lock:

@@ -66,7 +66,7 @@ class RingDDP(CompressesGradients):
         }
         kind: type[GradientReducer] = GradientReducer
         if self.config.fixed_order:
-            from phalanx.comm.fixed_order_reducer import FixedOrderReducer as kind
+            from phalanx.comm.fixed_order_reducer import FixedOrderReducer as kind  # few runs fix the order
 
             settings["micro_batches"] = self.world.accumulation(self.config.gradient_accumulation_steps)
         reducer = kind(named, exchange, **settings)

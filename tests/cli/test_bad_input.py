@@ -190,8 +190,15 @@ def test_a_path_as_name_and_a_range_the_wrong_way_round_are_refused():
     assert "num_workers = 4:2 (min_workers = 4, num_workers = 2): the smaller one comes first." in message
 
 
-def test_steps_after_profile_are_answered_with_their_word():
-    assert "Write: --profile steps=10:15" in refused("train", "digits", "--profile", "10:15")
+def test_words_after_profile_are_answered_with_what_to_write():
+    assert "steps are written steps=10:15" in refused("train", "digits", "--profile", "10:15")
+    assert "Did you mean memory?" in refused("train", "digits", "--profile", "steps=2:3", "memroy")
+    assert "Write: phalanx train digits ... --profile" in refused("train", "--profile", "steps=2:3", "digits")
+
+
+def test_a_number_may_be_negative_in_any_form():
+    for text in ("-1", "-1e-3", "-.5"):
+        assert f"learning_rate = {float(text)}" in refused("train", "digits", "--learning-rate", text)
 
 
 def test_one_gpu_that_is_missing_is_one(monkeypatch):

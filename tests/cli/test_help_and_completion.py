@@ -101,7 +101,7 @@ def test_a_flag_given_twice_with_different_values_is_refused():
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("--faults",), ("--faults", "digits"), ("--faults", 1), ("--fault", "kill:step=5")]
+    "words", [(), ("--faults",), ("digits", "--faults"), ("--faults", 1), ("--fault", "kill:step=5")]
 )
 def test_the_help_of_verify_has_the_flags_and_kinds_of_faults(words):
     out = phalanx("verify", *words, "--help").out

@@ -187,7 +187,7 @@ def test_nothing_to_train_is_a_mistake(capsys):
 
 def test_a_recipe_that_a_flag_took_is_explained(capsys):
     assert main(["train", "--tensorboard", "digits"]) == 2
-    assert "digits is the value of --tensorboard here. Write: phalanx train digits" in capsys.readouterr().err
+    assert "digits is a value of --tensorboard here. Write: phalanx train digits" in capsys.readouterr().err
 
 
 def test_help_shows_numbers_to_choose_from(capsys):

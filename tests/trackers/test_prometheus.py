@@ -134,7 +134,7 @@ def test_a_port_in_use_and_wrong_settings_are_answered(tmp_path):
 def test_only_training_serves_and_reports(monkeypatch):
     """A run that still trains may hold the port, and the machine may lack a tracker's package."""
     asked = []
-    monkeypatch.setattr("phalanx.run.start.send_job", lambda job, layout, data: asked.append(job) or JobResult())
+    monkeypatch.setattr("phalanx.run.trainer.send_job", lambda job, layout, data: asked.append(job) or JobResult())
     settings = {"num_workers": 2, "device": "cpu", "metrics_port": 9400, "mlflow": True}
     trainer = PyTorchDDPTrainer(nn.Linear(1, 1), DistributedConfig(**settings))
     trainer.evaluate([torch.ones(1, 1)])

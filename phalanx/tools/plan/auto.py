@@ -24,6 +24,7 @@ from phalanx.tools.plan.plans import Goal, Layout
 from phalanx.tools.plan.rank_bytes import StateBytes, zero_bytes
 from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.rules import layout_of, recompute_of
+from phalanx.tools.plan.trace import trace_module
 from phalanx.torch_compat import pytree
 from phalanx.world.mesh import JobLayout, Mesh, plan_mesh
 from phalanx.world.splits import SCHEDULES
@@ -71,8 +72,6 @@ def describe(model: nn.Module) -> ModelShape | TracedShape:
     shape = shape_of(model)
     if shape is not None:
         return shape
-    from phalanx.tools.plan.trace import trace_module
-
     try:
         return trace_module(model)
     except UsageError:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.recipes import find_recipe, load_recipe, recipe_names
+from phalanx.zoo.data import load, named_data
 from phalanx.zoo.models import registry as models
 
 
@@ -58,7 +59,6 @@ class RecipeSubject:
 
     def build(self) -> Parts:
         """Build what `phalanx train` would train."""
-        from phalanx.zoo.data import named_data
         from phalanx.zoo.recipe import recipe_augment, recipe_loss
         from phalanx.zoo.recipe_parts import recipe_parts
 
@@ -78,7 +78,6 @@ class ModelSubject:
     def build(self) -> Parts:
         """Build the model; text for a language model, made-up images or vectors for the others."""
         from phalanx.loop.forward import implied_loss
-        from phalanx.zoo.data import load
 
         model: Any = models.build(self.name, **({"preset": self.preset} if self.preset else {}))
         config: Any = getattr(model, "config", None)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from command import phalanx
 from waiting import LIMIT_SECONDS
 
-from phalanx.config.profile import Profiling, is_profile_word, parse_profile
+from phalanx.config.profile import Profiling, parse_profile
 from phalanx.errors import UsageError
 from phalanx.tools.profile import read
 from phalanx.tools.profile.collect import ClockReading, answer_clocks, compare_clock
@@ -375,19 +375,13 @@ def test_words_of_the_setting(text, wanted):
         ("ranks=x", "not a list of ranks"),
         ("memory=1", "memory takes no value"),
         ("steps", "steps needs a value"),
+        ("10:15", "written steps=10:15"),
         ("steps=1 steps=2", "given twice"),
     ],
 )
 def test_wrong_words_say_what_to_write(text, said):
     with pytest.raises(ValueError, match=said):
         parse_profile(text)
-
-
-@pytest.mark.parametrize(
-    ("word", "is_its"), [("memroy", True), ("step", True), ("ranks", True), ("ranks.py", False), ("gpt", False)]
-)
-def test_a_misspelt_word_of_the_flag_is_explained_and_a_recipe_or_script_is_not_taken_for_one(word, is_its):
-    assert is_profile_word(word) is is_its
 
 
 def test_traces_of_machines_that_share_no_folder_are_sent_to_rank_0(tmp_path, monkeypatch):

@@ -227,9 +227,11 @@ def test_mistakes_are_reported(words, said):
     assert said in answer.err
 
 
-def test_a_recipe_may_follow_faults():
+def test_a_recipe_after_faults_is_not_a_number_of_them():
     answer = phalanx("verify", "--faults", "digits", "--max-steps", 4, "--device", "cpu")
-    assert "--faults needs more than" in answer.err
+    assert answer.err.startswith(
+        "phalanx: --faults digits: expected a whole number\n  Write: phalanx verify digits ... --faults"
+    )
 
 
 def test_ranks_that_another_launcher_started_are_refused(monkeypatch):
