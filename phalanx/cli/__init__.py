@@ -103,7 +103,21 @@ def _dispatch(words: list[str]) -> int:
 
         say_to_user(unknown_verb(words[0], words[1:], VERBS))
         return EXIT_USAGE
+    before = words[1 : words.index("--") if "--" in words else None]
+    if {"-h", "--help", "--help-all"} & {*before}:
+        print_help(words[0], before)
     return run_verb(words[0], words[1:])
+
+
+def print_help(verb: str, words: list[str]) -> None:
+    """Print the help of a verb whose parser is apart from it, and end; the others print it themselves.
+
+    The verb itself would import what runs it, which takes three times as long.
+    """
+    from phalanx.cli.parsers import PARSERS
+
+    if verb in PARSERS:
+        PARSERS[verb]().parse_known_args(words)
 
 
 def _help() -> str:

@@ -90,9 +90,8 @@ class HelpAction(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> NoReturn:
         """Print, and end the program."""
-        if values and values not in (*SECTIONS, "all"):
-            raise UsageError(unknown_name("group of settings", values, SECTIONS), hint=f"See {parser.prog} --help")
-        print(parser.format_help("all" if option_string == "--help-all" else values or ""), end="")
+        part = "all" if option_string == "--help-all" else values or ""
+        print(parser.help_about(part, getattr(namespace, "recipe", None)), end="")
         raise SystemExit(0)
 
 
@@ -153,6 +152,12 @@ class FlagParser(argparse.ArgumentParser):
     def format_help(self, part: str = "") -> str:
         """Return the help: with the settings used most, with all of them ("all"), or one group."""
         return format_parts(self, part)
+
+    def help_about(self, part: str, recipe: str | None) -> str:
+        """Return the help that was asked for; `recipe`: the one that was named before."""
+        if part not in ("", "all", *SECTIONS):
+            raise UsageError(unknown_name("group of settings", part, SECTIONS), hint=f"See {self.prog} --help")
+        return self.format_help(part)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""

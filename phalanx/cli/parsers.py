@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phalanx.cli import mistakes
-from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags
+from phalanx.cli.flags import SECTIONS, FlagParser, add_config_flags, add_target_flags
 from phalanx.cli.json_output import add_json_flag, add_output_flag
 from phalanx.recipes import load_recipe, recipe_names
 from phalanx.reliability import AT_RANDOM, KINDS
@@ -36,11 +36,26 @@ the run failed, where processes or files are left behind, and where the weights 
 
 
 class TrainParser(FlagParser):
-    """The parser of `phalanx train`, whose help lists the recipes."""
+    """The parser of `phalanx train`, whose help lists the recipes, and tells about each."""
+
+    def help_about(self, part: str, recipe: str | None) -> str:
+        """Return the help of a recipe if one is named, before or after --help, or of one of its parts."""
+        if recipe is None and part in recipe_names():
+            recipe, part = part, ""
+        if recipe is not None and part not in ("all", *SECTIONS):
+            from phalanx.cli.recipe_help import recipe_help  # for this help alone
+
+            return recipe_help(self.prog, recipe, part)
+        return super().help_about(part, recipe)
 
     def format_help(self, part: str = "") -> str:
         """Return the help; the recipes are read for it alone."""
-        self.epilog = "\n".join(["recipes:", *(f"  {name:<11} {load_recipe(name).summary}" for name in recipe_names())])
+        self.epilog = "\n".join(
+            [
+                "recipes (phalanx train RECIPE --help has its options):",
+                *(f"  {name:<11} {load_recipe(name).summary}" for name in recipe_names()),
+            ]
+        )
         return super().format_help(part)
 
 

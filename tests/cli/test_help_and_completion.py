@@ -15,6 +15,7 @@ from command import clean_environment, completions, phalanx
 
 from phalanx.cli.flags import COMMON, SECTIONS
 from phalanx.config.aliases import NAMES
+from phalanx.recipes import recipe_names
 
 NO_TORCH = (
     "import sys; from phalanx.cli import main\ntry: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
@@ -64,6 +65,49 @@ def test_phalanx_alone_names_the_next_thing_to_type(tmp_path, monkeypatch):
     there = phalanx().out.partition("next:\n")[2]
     assert re.findall(r"^  phalanx (\S+)", there, re.MULTILINE) == ["train", "runs", "resume", "ui", "<command>"]
     assert "phalanx train recipe.toml" in there
+
+
+@pytest.mark.parametrize("words", [("grpo", "--help"), ("--help", "grpo")])
+def test_the_help_of_a_recipe_has_its_own_values(words):
+    out = phalanx("train", *words).out
+    assert out.startswith("usage: phalanx train grpo --data FILES [--preset debug|")
+    assert re.search(r"loss.num_generations +8\n", out)
+    assert re.search(r"--lr-schedule +constant\n", out)
+    assert re.search(r"--mixed-precision +bf16\n", out)
+    assert "PART is one of model, data, loss\n" in out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "part", "row"),
+    [
+        ("grpo", "loss", r"--set loss.reward= +\(required\)\n"),
+        ("grpo", "loss", r"--set loss.scale_rewards= +true\n"),
+        ("grpo", "model", r"--set model.preset= +debug +set by the recipe\n"),
+        ("grpo", "model", r"--set model.kv_heads= +2\n"),
+        ("sft", "data", r"--set data.packing= +documents\n"),
+        ("imagenet", "augment", r"--set augment.crop= +224 +set by the recipe\n"),
+        ("imagenet", "loss", r"--set loss.label_smoothing= +0.1 +set by the recipe\n"),
+        ("digits", "optimization", r"--\[no-\]mixed-precision"),  # a group of settings, as without a recipe
+    ],
+)
+def test_the_options_of_a_recipe_s_parts_are_listed(recipe, part, row):
+    assert re.search(row, phalanx("train", recipe, "--help", part).out)
+
+
+def test_a_part_that_a_recipe_does_not_have_is_refused():
+    assert "the recipe 'digits' has no [loss]" in phalanx("train", "digits", "--help", "loss").text
+    assert "Did you mean 'loss'" in phalanx("train", "grpo", "--help", "los").text
+    assert "unknown recipe 'digitz'. Did you mean 'digits'" in phalanx("train", "digitz", "--help").text
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_and_each_of_its_parts_has_a_help(name):
+    whole = phalanx("train", name, "--help")
+    assert whole.code == 0
+    for part in re.findall(r"PART is one of (.*)\n", whole.out)[0].split(", "):
+        answer = phalanx("train", name, "--help", part)
+        assert answer.code == 0, answer.text
+        assert answer.out.startswith(f"phalanx train {name}: options of the {part}")
 
 
 def test_help_before_a_command_is_its_help():
@@ -120,7 +164,7 @@ def cpu_seconds(*words: str) -> float:
     return min(seconds)
 
 
-@pytest.mark.parametrize("words", [("train", "--help"), ("config", "show", "--help")])
+@pytest.mark.parametrize("words", [("train", "--help"), ("train", "gpt", "--help"), ("config", "show", "--help")])
 def test_help_and_completion_are_quick_and_import_no_torch(words):
     """0.09 s on an idle machine, and 1.4 times as long as these modules of Python's own on any."""
     usual = cpu_seconds("-c", "import argparse, asyncio, dataclasses, inspect, tomllib")

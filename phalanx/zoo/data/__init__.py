@@ -174,6 +174,14 @@ def load_given(name: str, **options: Any) -> Any:
     return load(name, "val", **options)
 
 
+def maker(name: str) -> Any:
+    """Return the function that makes a data set: its arguments are the options."""
+    if is_import_path(name):
+        return load_import(name, "data")
+    check_name(name)
+    return _function(name if name in _DATASETS else reader_of(name))
+
+
 def _function(name: str) -> Any:
     module, function = _DATASETS[name]
     return getattr(importlib.import_module(module), function)

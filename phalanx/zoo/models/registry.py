@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +53,11 @@ def build(name: str, **options: Any) -> nn.Module:
     path such as `my_package.nets:Net` with the options of that class or function, or the folder of a Hugging Face
     model.
     """
+    make = maker(name)
     if is_import_path(name):
-        return _checked(call_with(load_import(name, "model"), options, f"model '{name}'"), name)
+        return _checked(call_with(make, options, f"model '{name}'"), name)
     if _is_path(name):
-        from phalanx.zoo.models.hf import from_folder
-
-        return from_folder(Path(name), **options)
-    module, function = _find(name)
-    make = getattr(importlib.import_module(module), function)
+        return make(Path(name), **options)
     model: nn.Module = call_with(make, options, f"model '{name}'")
     return model
 
@@ -70,14 +68,25 @@ def check_name(name: str) -> None:
         _find(name)
 
 
+def maker(name: str) -> Callable[..., nn.Module]:
+    """Return the function or class that makes a model: its arguments are the options."""
+    if is_import_path(name):
+        make = load_import(name, "model")
+    elif _is_path(name):
+        from phalanx.zoo.models.hf import from_folder as make
+    else:
+        module, function = _find(name)
+        make = getattr(importlib.import_module(module), function)
+    return make  # type: ignore[no-any-return]
+
+
 def build_options(name: str) -> list[str]:
     """Return the names of a model's options; empty for the folder of a Hugging Face model."""
     if _is_path(name):
         return []
+    options = list(inspect.signature(maker(name)).parameters)
     if is_import_path(name):
-        return list(inspect.signature(load_import(name, "model")).parameters)
-    module, function = _find(name)
-    options = list(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
+        return options
     sizes = list(presets(name).values())  # what a preset sets can be changed
     return options + [field.name for field in dataclasses.fields(sizes[0])] if sizes else options
 
