@@ -111,7 +111,7 @@ def _comm_parser() -> FlagParser:
     add = parser.add_argument
     add("--op", default="all_reduce", metavar="NAME", help=f"{', '.join(ALGORITHMS_OF)} [all_reduce]")
     algos = ", ".join(dict.fromkeys(algo for algos_of_op in ALGORITHMS_OF.values() for algo in algos_of_op))
-    add("--algo", metavar="A,B", help=f"which of {algos} (default: those that run anywhere)")
+    add("--algo", metavar="A,B", help=f"which of {algos}, or my_module:function (default: those that run anywhere)")
     add("--sizes", metavar="FIRST:LAST", help="1K:256M, 1K:256M:4 (each four times the last), or 1K,64K,4M [1K:64M:4]")
     add("--num-workers", type=int, default=2, metavar="N", help="ranks on this machine [2]")
     add("--device", default="cpu", metavar="NAME", help="cuda: over nccl, where --algo names no algorithm [cpu]")

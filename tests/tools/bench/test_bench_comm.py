@@ -50,6 +50,41 @@ def test_every_collective_is_correct(op):
     assert [row["wrong"] for row in rows] == [0] * (len(ALGORITHMS_OF[op]) - 1)
 
 
+OWN = """
+import torch
+import torch.distributed as dist
+from phalanx.comm.collectives import ALGORITHMS
+
+def by_torch(tensor):
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return sum(parts)
+
+def by_channel(tensor, channel, redop):
+    ALGORITHMS["all_reduce"]["ring"](tensor, channel, redop)
+
+def forgets(tensor):
+    pass
+
+size = 3
+"""
+
+
+def test_functions_of_the_user_are_measured_and_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_moves.py").write_text(OWN)
+    algos = "own_moves:by_torch,own_moves:by_channel,own_moves:forgets"
+    answer = phalanx("bench", "comm", "--algo", algos, "--sizes", "4K", "--iters", 1, "--json")
+    assert answer.code == 1, answer.text
+    wrong = {row["algo"]: row["wrong"] for row in json.loads(answer.out)}
+    assert wrong == {"own_moves:by_torch": 0, "own_moves:by_channel": 0, "own_moves:forgets": 2 * 1024}
+    for name, message in (("own_moves:by_torhc", "Did you mean 'by_torch'?"), ("own_move:x", "no module 'own_move'")):
+        refused = phalanx("bench", "comm", "--algo", name)
+        assert refused.code == 2
+        assert message in refused.err
+    assert "own_moves:size is an int" in phalanx("bench", "comm", "--algo", "own_moves:size", "--sizes", "4K").text
+
+
 def test_wrong_elements_are_counted():
     """The check itself: what comes out must be compared with what should."""
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import statistics
@@ -24,9 +25,10 @@ from phalanx.comm.collectives.fixed_order import check_ranks
 from phalanx.comm.collectives.topology import find_locations, hosts, measure_links
 from phalanx.comm.shm import SharedGroup, on_one_machine
 from phalanx.comm.shm.pages import group_text_gatherer
-from phalanx.errors import SharedMemoryUnavailable, UsageError, first_line
+from phalanx.errors import SharedMemoryUnavailable, UsageError, a_type, first_line
 from phalanx.host.gpus import HOST_ID
 from phalanx.observe.format import speed_note
+from phalanx.recipes.imports import is_import_path, load_import
 from phalanx.tools.bench.comm.plan import DTYPE_BYTES, PLAN_FILE, RESULT_FILE, BenchPlan, element_count
 from phalanx.tools.bench.comm.report import HEADER, BenchRow
 from phalanx.world.env import read_rank_env
@@ -61,6 +63,8 @@ def make_case(algo: str, plan: BenchPlan, channel: P2PChannel) -> Case:
     """Return an algorithm that is ready to run, or raise `CannotRunHere`, on all ranks alike."""
     if algo in ALGORITHMS[plan.op]:
         return _collective(algo, plan, channel)
+    if is_import_path(algo):
+        return Case(partial(_move_collective, _own_function(algo), plan, channel))
     if algo in ("shm", "shm-copy"):
         return _shared_memory(plan, channel, in_place=algo == "shm" and plan.op == "all_reduce")
     if algo == "copy":
@@ -83,6 +87,19 @@ def _collective(algo: str, plan: BenchPlan, channel: P2PChannel) -> Case:
     return Case(partial(_move_collective, function, plan, channel))
 
 
+def _own_function(path: str) -> Callable[..., Any]:
+    """Return a function of the user, called like those of `phalanx.comm.collectives`.
+
+    One that takes the tensor alone moves it by `torch.distributed`, whose default group is gloo here.
+    """
+    function = load_import(path, "--algo")
+    if not callable(function):
+        raise UsageError(f"--algo {path} is {a_type(function)}, and a function of a tensor is expected")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = [one for one in inspect.signature(function).parameters.values() if one.kind in kinds]
+    return lambda *given: function(*given[: len(taken)])
+
+
 def _move_collective(
     function: Callable[..., Any], plan: BenchPlan, channel: P2PChannel, tensor: torch.Tensor
 ) -> torch.Tensor | None:
@@ -95,7 +112,8 @@ def _move_collective(
     extra = (plan.redop,) if plan.op in ("all_reduce", "reduce_scatter", "reduce") else ()
     result: torch.Tensor | None = function(tensor, channel, *extra)
     if plan.op in _IN_PLACE:
-        return tensor if plan.op != "reduce" or channel.rank == 0 else None
+        moved = tensor if result is None else result  # a function of the user may return another tensor
+        return moved if plan.op != "reduce" or channel.rank == 0 else None
     return result
 
 

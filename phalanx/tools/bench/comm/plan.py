@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass
 
 from phalanx.errors import UsageError, unknown_name
+from phalanx.recipes.imports import check_import, extend_path, is_import_path
 
 ALGORITHMS_OF = {
     "all_reduce": (
@@ -91,6 +93,10 @@ class BenchPlan:
 
 def _check_algorithm(op: str, algo: str) -> None:
     if algo in ALGORITHMS_OF[op]:
+        return
+    if is_import_path(algo):
+        extend_path([os.getcwd()])
+        check_import(algo, "--algo")
         return
     others = [name for name, names in ALGORITHMS_OF.items() if algo in names]
     if others:
