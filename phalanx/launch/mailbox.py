@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class Mailbox:
         self._store: Any = connect()
         self._reading: Any = self._store if self._leads else connect()
         self._others: tuple[str, ...] = ()
-        self._out: deque[tuple[str, Mail]] = deque()
+        self._out: deque[tuple[str | Sequence[str], Mail]] = deque()
         self._in: deque[Mail] = deque()
         self._read = 0
         self._missing: list[int] = []
@@ -86,8 +86,8 @@ class Mailbox:
         """As the leader: let messages to `ALL` reach these machines, and read their heartbeats."""
         self._others = tuple(node for node in nodes if node != self._own)
 
-    def post(self, to: str, message: Mail) -> None:
-        """Send a message to the launcher of a machine, or to `ALL`."""
+    def post(self, to: str | Sequence[str], message: Mail) -> None:
+        """Send a message to the launcher of a machine, to `ALL`, or as the leader to those of several machines."""
         self._out.append((to, {**message, "sender": self._own}))
         self._wakeup.set()
 
@@ -170,11 +170,11 @@ class Mailbox:
             if to == self._own or to == ALL:
                 self._in.append(message)
                 self._notify()
-            if to == ALL:
+            if to == ALL or not isinstance(to, str):
                 self._bodies += 1
                 body = f"{ALL}/{self._bodies}"
                 self._store.set(body, json.dumps(message))
-                for node in self._others:
+                for node in self._others if to == ALL else to:
                     batches[node].append(body)
             elif to != self._own:
                 batches[to].append(message)

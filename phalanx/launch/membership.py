@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -249,8 +250,8 @@ class Membership:
     def leaves_signpost(self) -> bool:
         """Whether this machine says at the endpoint where the run goes on: the leader and some after it do."""
         names = in_order(self.nodes)
-        place = bisect.bisect_left(names, self.leader)
-        return self.own in (names[place:] + names[:place])[: 1 + _WATCHED]
+        after_leader = bisect.bisect_left(names, self.own) - bisect.bisect_left(names, self.leader)
+        return self.own in self.nodes and after_leader % len(names) <= _WATCHED
 
     @property
     def period(self) -> float:
@@ -508,7 +509,6 @@ class Membership:
     def _go_on_searching(self, now: float, actions: list[Action]) -> None:
         """Ask the machines that lead before this one would; move to the first that answers."""
         names = in_order(self.nodes)
-        before = [node for node in names[: bisect.bisect_left(names, self.own)] if node not in self.ended]
         if self._asked:
             answers = {node: self._answers.get(node) for node in self._asked if node in self.nodes}
             if any(answer is None for answer in answers.values()) and now < self._asking_until:
@@ -520,14 +520,17 @@ class Membership:
                 self._move(first, now, actions)
                 return
             self._uncertain |= silent
-        rest = [node for node in before if node not in self._uncertain]
+        number = max(_FIRST_ASKED, 4 * len(self._asked))
+        before = itertools.islice(names, bisect.bisect_left(names, self.own))
+        possible = (node for node in before if node not in self.ended and node not in self._uncertain)
+        rest = tuple(itertools.islice(possible, number))
         if not rest and self._is_stale and self._lost in self.ended:
             actions.append(self._left_out(self._lost))
             return
         if not rest:
             self._move(self.own, now, actions)
             return
-        self._asked = tuple(rest[: max(_FIRST_ASKED, 4 * len(self._asked))])
+        self._asked = rest
         self._answers = {node: answer for node, answer in self._answers.items() if node not in self._asked}
         self._asking_until = now + 2 * SUSPECT_SECONDS
         actions.append(Ask(self._asked))

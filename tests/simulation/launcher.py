@@ -393,7 +393,7 @@ class Launcher:
 
     # --- mail ---------------------------------------------------------------------------------------------------------
 
-    def _mail(self, to: str, mail: dict[str, Any]) -> None:
+    def _mail(self, to: str | tuple[str, ...], mail: dict[str, Any]) -> None:
         """Send mail through the leader, as the mailbox does; what is sent within a moment travels together."""
         self._out.append((to, {**mail, "sender": self.own}))
         if not self._batching:
@@ -426,18 +426,17 @@ class Launcher:
             else:
                 self._distribute(to, [mail])
 
-    def _distribute(self, to: str, mails: list[Any]) -> None:
+    def _distribute(self, to: str | tuple[str, ...], mails: list[Any]) -> None:
         room = (self.store, self.round)
         if to in (self.own, "leader", "all"):
             for mail in mails:
                 self.clock.later(0.0, self.guard(lambda mail=mail: self.on_mail(mail)))
-        names = (
-            [name for name in self.nodes if name != self.own]
-            if to == "all"
-            else [to]
-            if to not in (self.own, "leader")
-            else []
-        )
+        if to == "all":
+            names = [name for name in self.nodes if name != self.own]
+        elif isinstance(to, str):
+            names = [to] if to not in (self.own, "leader") else []
+        else:
+            names = list(to)
         size = self.cluster.size(mails)
         for name in names:
             other = self.cluster.by_name(name, room, self)
@@ -472,7 +471,7 @@ class Launcher:
             else:
                 self.cluster.unread.setdefault(self.number, []).append(mail)
         elif "accept" in mail and self.node is None:
-            place = mail["accept"]
+            place = {**mail["accept"], **mail["places"][self.own]}
             nodes = place.pop("nodes")
             self._start({**place, "leader": self.leader, "run_id": self.run_id}, nodes)
         elif "arrival" in mail and self.node is not None and not self._stopping:
@@ -670,18 +669,9 @@ class Launcher:
         elif isinstance(action, protocol.Accept):
             assert self.node is not None
             assert self.members is not None
-            counts = {"gone": list(self.members.gone), "new": [*self.members.new, action.node]}
-            self._mail(
-                action.node,
-                {
-                    "accept": {
-                        **action.place,
-                        **counts,
-                        "term": self.node.view.term,
-                        "nodes": self.cluster.entries_of(self.node.view),
-                    }
-                },
-            )
+            common = {"gone": list(self.members.gone), "new": list(self.members.new), "term": self.node.view.term}
+            common["nodes"] = self.cluster.entries_of(self.node.view)
+            self._mail(tuple(action.places), {"accept": common, "places": action.places})
         elif isinstance(action, protocol.NodesChanged):
             if self.members is not None:
                 if self.members.change(self.cluster.entries_from(action.nodes), self.now, action.version):

@@ -20,7 +20,7 @@ from typing import Any
 
 from phalanx.launch import membership
 from phalanx.launch.environment import NodeInfo
-from phalanx.recovery.launcher import protocol, view
+from phalanx.recovery.launcher import node, protocol, view
 from phalanx.recovery.launcher.view import GroupView
 from tests.simulation.cluster import Cluster
 from tests.simulation.launcher import Launcher
@@ -31,6 +31,8 @@ _SILENCE = 10.0
 _LINK_SECONDS = 0.3
 """How often neighbours ask each other."""
 _RACK = 64
+_REMEMBERED = 32
+"""How many results of a function are kept for the other nodes."""
 
 
 class _Shared:
@@ -38,21 +40,29 @@ class _Shared:
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
-        self._made: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        self._made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
-        key = tuple(map(id, arguments))
+        key = tuple(map(self._identity, arguments))
         if key not in self._made:
-            if len(self._made) > 64:
-                self._made.clear()
+            if len(self._made) >= _REMEMBERED:
+                del self._made[next(iter(self._made))]
             self._made[key] = (self._call(*arguments), arguments)  # which keeps the identities
         return self._made[key][0]
+
+    @staticmethod
+    def _identity(argument: Any) -> Any:
+        """Return the same for the same object, and for two short dicts with the same entries."""
+        if isinstance(argument, Mapping) and len(argument) <= _RACK:
+            return tuple((name, id(entry)) for name, entry in argument.items())
+        return id(argument)
 
 
 def share_lists() -> None:
     """Let the nodes of this process share lists that are the same."""
     membership.changed = view.changed = _Shared(membership.changed)  # type: ignore[assignment]
     membership.in_order = _Shared(membership.in_order)  # type: ignore[assignment]
+    node.came_or_went = _Shared(node.came_or_went)  # type: ignore[assignment]
 
 
 class ManyNodes(Cluster):
@@ -136,8 +146,8 @@ class ManyNodes(Cluster):
             self._leading = next(
                 (one for one in self.processes if one.alive and one.leads and one.node is not None), None
             )
-        node = None if self._leading is None else self._leading.node
-        return node is not None and node.group is not None and node.group.is_settled
+        leading = None if self._leading is None else self._leading.node
+        return leading is not None and leading.group is not None and leading.group.is_settled
 
     def measure(self, what: str, cause: Callable[[], None], decided: Callable[[], bool], limit: float = 300.0) -> None:
         """Let something happen; note when it is decided and when all train again, and what it costs."""
@@ -151,11 +161,12 @@ class ManyNodes(Cluster):
         seen = [-1]
 
         def look() -> bool:
-            if not at and len(self.decisions) + self.clock.handled % 64 != seen[0]:
-                seen[0] = len(self.decisions) + self.clock.handled % 64
+            due = self.clock.handled % 64 == 0
+            if not at and (due or len(self.decisions) != seen[0]):
+                seen[0] = len(self.decisions)
                 if decided():
                     at.append(self.clock.now)
-            return bool(at) and self.clock.handled % 64 == 0 and self.is_training()
+            return bool(at) and due and self.is_training()
 
         self.clock.run(began + limit, look)
         busiest = max(

@@ -25,6 +25,7 @@ from phalanx.recovery.launcher.protocol import (
     AllHereEnded,
     AllOver,
     AnswerRequest,
+    ArrivalsDue,
     Deliver,
     EndHere,
     Event,
@@ -47,7 +48,7 @@ from phalanx.recovery.launcher.protocol import (
     Start,
     Tick,
 )
-from phalanx.recovery.launcher.view import GroupView
+from phalanx.recovery.launcher.view import GroupView, came_or_went
 from phalanx.recovery.messages import (
     End,
     FinishedRank,
@@ -128,6 +129,7 @@ class Node:
             Resized: self._on_resized,
             Tick: self._on_tick,
             FillDue: self._on_fill_due,
+            ArrivalsDue: self._on_arrivals_due,
         }
         self._readers: Final[dict[type, Callable[[str, Any], None]]] = {
             FromRank: self._on_from_rank,
@@ -192,9 +194,9 @@ class Node:
         if isinstance(action, Retire):
             self.here.pop(action.key, None)
         elif isinstance(action, Send) and isinstance(action.message, StartRanks):
-            self._ended.discard(action.to)
+            self._ended -= {action.to}
 
-    def _send(self, to: str, message: Wire) -> None:
+    def _send(self, to: str | tuple[str, ...], message: Wire) -> None:
         self._actions.append(Send(to, message))
 
     # --- what others ask ----------------------------------------------------------------------------------------------
@@ -343,7 +345,11 @@ class Node:
 
     def _on_fill_due(self, _: FillDue) -> None:
         if self.group is not None:
-            self.group.fill()
+            self.group.refill()
+
+    def _on_arrivals_due(self, _: ArrivalsDue) -> None:
+        if self.group is not None:
+            self.group.take_in()
 
     # --- other nodes --------------------------------------------------------------------------------------------------
 
@@ -422,16 +428,13 @@ class Node:
     def _on_view_change(self, sender: str, message: ViewChange) -> None:
         before = self.view.nodes
         if self.view.apply(message):
-            after = self.view.nodes
-            names = [*before, *message.nodes] if message.whole else message.nodes
-            changes = {name: after.get(name) for name in names if (name in before) != (name in after)}
+            changes = came_or_went(before, self.view.nodes, message)
             if changes:
                 self._actions.append(NodesChanged(changes, message.version))
 
     def _on_arrival(self, event: NodeArrived) -> None:
         if self.group is not None:
-            node = NodeView(event.host, event.slots, event.standby)
-            self.group.on_arrival(event.name, node, {"world_size": self.view.size, "late": True})
+            self.group.on_arrival(event.name, NodeView(event.host, event.slots, event.standby))
 
     def _on_nodes_lost(self, event: NodesLost) -> None:
         if self.group is not None:
