@@ -32,6 +32,7 @@ _AGENT_SECONDS, _LAUNCHER_SECONDS = 0.2, 0.5
 _POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 60.0
 _BATCH_SECONDS = 0.005
+_LOOK_AGAIN_SECONDS = 0.12
 
 
 class Store:
@@ -104,7 +105,7 @@ class Launcher:
         self._asked: dict[str, float] = {}
         self._signpost = False
         self._stopping = False
-        self._batching = False
+        self._batching = self._looks_soon = False
         self._waiting: list[Any] = []
         self._unread_batches: list[Any] = []
         self.clock.later(cluster.rng.uniform(0.0, 1.0), self.guard(self._connect))
@@ -479,7 +480,7 @@ class Launcher:
             self.handle(protocol.NodeArrived(mail["arrival"], entry["host"], entry["ranks"], tuple(entry["standby"])))
         elif "accused" in mail and self.members is not None:
             self.members.on_accusation(mail["accused"], self.now)
-            self.look_around()
+            self._look_soon()
         elif "knows" in mail and self.members is not None:
             self.members.on_known(sender, mail["knows"])
         elif "agreed" in mail and self.members is not None and sender == self.leader:
@@ -496,6 +497,17 @@ class Launcher:
         self.look_around()
         seconds = _AGENT_SECONDS * self.plan.coarseness
         self.clock.later(seconds * self.cluster.rng.uniform(0.9, 1.1), self.guard(self._tick_agent))
+
+    def _look_soon(self) -> None:
+        """Look around, and once more when the membership looks again, where the agent looks seldom otherwise."""
+        self.look_around()
+        if self.plan.coarseness > 1 and not self._looks_soon:
+            self._looks_soon = True
+            self.clock.later(_LOOK_AGAIN_SECONDS, self.guard(self._look_again))
+
+    def _look_again(self) -> None:
+        self._looks_soon = False
+        self.look_around()
 
     def look_around(self) -> None:
         """Tell the membership what was heard, and carry out what it says."""
@@ -572,7 +584,7 @@ class Launcher:
                     found = None
                 if self.members is members and members is not None:
                     members.on_answers({name: found}, self.now)
-                    self.look_around()
+                    self._look_soon()
 
             reachable = cluster.network.connected(self.machine, other.machine) and not cluster.is_dark(other.machine)
             seconds = 2 * cluster.network.one_way() if reachable else membership.SUSPECT_SECONDS
@@ -692,6 +704,8 @@ class Launcher:
             self._stop(FailureReport.from_message(dict(action.failure)))
         elif isinstance(action, protocol.AllOver):
             self._all_over = True
+            if self.plan.coarseness > 1:  # else the launcher looks often enough
+                self.clock.later(self.cluster.brief(), self.guard(self._check_over))
 
     def _start_rank(self, slot: int | None, *, late: bool) -> None:
         """Start a process that waits for a place; with a slot one of a machine that has just come."""

@@ -10,6 +10,7 @@ given; CPU seconds are those of this machine in the state machines of the leader
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import sys
@@ -131,6 +132,23 @@ class ManyNodes(Cluster):
                 seconds = self.network.one_way() + (self.rng.uniform(0.0, _LINK_SECONDS) if name in watching else 0.0)
                 self.clock.later(seconds, other.guard(other.look_around))
 
+    def neighbours(self, first: int) -> list[Launcher]:
+        """Return the launchers of a rack of nodes that follow each other in the ring of names."""
+        names = membership.in_order(self.leader.nodes)
+        return [one for name in names[first : first + _RACK] if (one := self.neighbour(self.leader, name)) is not None]
+
+    def cut_power(self, launchers: Iterable[Launcher]) -> None:
+        """Let machines lose their power: nothing there refuses a connection."""
+        for launcher in launchers:
+            self.dark.add(launcher.machine)
+            launcher.kill()
+
+    def finish(self) -> None:
+        """Take the last step."""
+        group = max(self.groups.values(), key=lambda group: group.key)
+        self.plan = dataclasses.replace(self.plan, steps=group.step + 1)
+        group._take_step()
+
     # --- measuring ------------------------------------------------------------------------------------------------
 
     @property
@@ -166,7 +184,7 @@ class ManyNodes(Cluster):
                 seen[0] = len(self.decisions)
                 if decided():
                     at.append(self.clock.now)
-            return bool(at) and due and self.is_training()
+            return bool(at) and (self.is_over() or (due and self.is_training()))
 
         self.clock.run(began + limit, look)
         busiest = max(
@@ -220,16 +238,11 @@ def run(nodes: int, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     cluster.clock.run(cluster.clock.now + 7.0)
     cluster.measure("a lost node", cluster.processes[nodes // 3].kill, lost(1))
     cluster.clock.run(cluster.clock.now + 7.0)
-    switch = [cluster.processes[number] for number in range(nodes * 5 // 8, nodes * 5 // 8 + _RACK)]
-    cluster.measure("64 nodes at once", lambda: _each(switch, Launcher.kill), lost(_RACK))
+    cluster.measure("64 nodes at once", lambda: _each(cluster.neighbours(nodes * 5 // 8), Launcher.kill), lost(_RACK))
     cluster.clock.run(cluster.clock.now + 7.0)
-    dark = cluster.processes[nodes // 5]
-
-    def power_loss() -> None:
-        cluster.dark.add(dark.machine)
-        dark.kill()
-
-    cluster.measure("a node without power", power_loss, lost(1))
+    cluster.measure("a node without power", lambda: cluster.cut_power(cluster.neighbours(nodes // 5)[:1]), lost(1))
+    cluster.clock.run(cluster.clock.now + 7.0)
+    cluster.measure("64 without power", lambda: cluster.cut_power(cluster.neighbours(nodes // 3)), lost(_RACK))
     cluster.clock.run(cluster.clock.now + 7.0)
     cluster.measure("the leader", cluster.leader.kill, decisions("leads"))
     cluster.clock.run(cluster.clock.now + 7.0)
@@ -245,13 +258,7 @@ def run(nodes: int, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     beats = len(cluster.leader.nodes) / cluster.leader.members.period if cluster.leader.members else 0.0
     print(json.dumps({"nodes": nodes, "what": "20 quiet seconds", "messages": quiet, "heartbeats per second": beats}))
 
-    def finish() -> None:
-        for rank in [rank for one in cluster.processes if one.alive for rank in one.ranks.values()]:
-            rank.group = None
-            rank.exit(0)
-
-    cluster.invariants.trained_to_end = True
-    cluster.measure("the end", finish, lambda: cluster.is_over(), limit=60.0)
+    cluster.measure("the end", cluster.finish, cluster.is_over, limit=60.0)
     print(
         json.dumps(
             {"nodes": nodes, "simulator MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "most": most}

@@ -332,8 +332,9 @@ class Node:
         return group.resize(ranks, f"a request for {ranks} rank{'s' * (ranks != 1)}")
 
     def _on_tick(self, _: Tick) -> None:
-        if self._takeover is not None and (not self._takeover.missing or self.now > self._takeover.deadline):
+        if self._takeover is not None and self.now > self._takeover.deadline:
             self._lead_or_stop(self._takeover)
+        self._lead_if_complete()
         if self.group is None:
             return
         for rank in self.group.late():
@@ -445,6 +446,7 @@ class Node:
             self._takeover.ended |= set(event.ended)
             for name in event.names:  # what it has reported does not count any more
                 self._takeover.reports.pop(name, None)
+            self._lead_if_complete()
 
     def _on_agreed(self, event: Agreed) -> None:
         if self.group is not None:
@@ -491,10 +493,16 @@ class Node:
         if takeover is not None:
             takeover.reports[sender] = message
             takeover.missing.discard(sender)
+            self._lead_if_complete()
         elif self.group is not None:
             self._send(sender, LeftOut("it reported too late after the machine that decided was lost"))
         else:
             self._early[sender] = message
+
+    def _lead_if_complete(self) -> None:
+        """Lead as soon as all that may run have reported."""
+        if self._takeover is not None and not self._takeover.missing:
+            self._lead_or_stop(self._takeover)
 
     def _lead_or_stop(self, takeover: _Takeover) -> None:
         """Lead, unless the others may go on with the node that led: it may be out of reach for this one alone."""
