@@ -33,6 +33,8 @@ _POLL_SECONDS = 0.05
 _BATCH_SECONDS = 0.005
 """Messages that are posted within this time travel together: the ranks of a machine report at the same time."""
 _WAIT_SECONDS = 3600.0
+_KEPT_SECONDS = 3600.0
+"""So long a message to several machines stays in the store: one that has not read it by then is long lost."""
 
 
 class Mailbox:
@@ -63,6 +65,8 @@ class Mailbox:
         self._written: Counter[str] = Counter()
         """As the leader: how many messages each machine was sent."""
         self._beats = self._bodies = 0
+        self._written_at: deque[tuple[float, str]] = deque()
+        """As the leader: when bodies that several machines read were written."""
         self._seen: dict[str, Any] = {}
         self.contact = time.monotonic()
         """When the store has answered last."""
@@ -164,6 +168,8 @@ class Mailbox:
 
     def _distribute(self) -> None:
         """Write what this machine has posted, and what others have sent through it."""
+        while self._written_at and self._written_at[0][0] < time.monotonic() - _KEPT_SECONDS:
+            self._store.delete_key(self._written_at.popleft()[1])
         batches: defaultdict[str, list[Any]] = defaultdict(list)
         while self._out:
             to, message = self._out.popleft()
@@ -174,6 +180,7 @@ class Mailbox:
                 self._bodies += 1
                 body = f"{ALL}/{self._bodies}"
                 self._store.set(body, json.dumps(message))
+                self._written_at.append((time.monotonic(), body))
                 for node in self._others if to == ALL else to:
                     batches[node].append(body)
             elif to != self._own:

@@ -250,6 +250,11 @@ class Membership:
         return self.leader == self.own
 
     @property
+    def looks_at(self) -> float:
+        """When the leader looks for lost machines again, at the earliest."""
+        return self._looked + _LOOK_SECONDS
+
+    @property
     def leaves_signpost(self) -> bool:
         """Whether this machine says at the endpoint where the run goes on: the leader and some after it do."""
         names = in_order(self.nodes)
@@ -400,7 +405,7 @@ class Membership:
 
     def _find_lost(self, now: float, actions: list[Action]) -> None:
         """Report the machines that have ended or are silent; while this one is elected only those that have ended."""
-        if now - self._looked < _LOOK_SECONDS:
+        if now < self.looks_at:
             return
         self._looked = now
         late = self._beats.silent(SUSPECT_SECONDS + 2 * self.period, now)

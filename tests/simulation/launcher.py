@@ -32,7 +32,6 @@ _AGENT_SECONDS, _LAUNCHER_SECONDS = 0.2, 0.5
 _POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 60.0
 _BATCH_SECONDS = 0.005
-_LOOK_AGAIN_SECONDS = 0.12
 
 
 class Store:
@@ -499,15 +498,19 @@ class Launcher:
         self.clock.later(seconds * self.cluster.rng.uniform(0.9, 1.1), self.guard(self._tick_agent))
 
     def _look_soon(self) -> None:
-        """Look around, and once more when the membership looks again, where the agent looks seldom otherwise."""
-        self.look_around()
-        if self.plan.coarseness > 1 and not self._looks_soon:
+        """Look around; where there are very many launchers, as an agent does: at all news of a moment together."""
+        if self.plan.coarseness == 1:
+            self.look_around()
+        elif not self._looks_soon:
             self._looks_soon = True
-            self.clock.later(_LOOK_AGAIN_SECONDS, self.guard(self._look_again))
+            self.clock.later(_POLL_SECONDS, self.guard(self._look_again))
 
     def _look_again(self) -> None:
         self._looks_soon = False
-        self.look_around()
+        if self.members is not None and self.members.leads and self.members.looks_at > self.now:
+            self._look_soon()
+        else:
+            self.look_around()
 
     def look_around(self) -> None:
         """Tell the membership what was heard, and carry out what it says."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 from phalanx.launch import membership
@@ -64,6 +66,19 @@ def share_lists() -> None:
     membership.changed = view.changed = _Shared(membership.changed)  # type: ignore[assignment]
     membership.in_order = _Shared(membership.in_order)  # type: ignore[assignment]
     node.came_or_went = _Shared(node.came_or_went)  # type: ignore[assignment]
+
+
+def footprint(*roots: Any) -> int:
+    """Return the bytes of what these objects refer to, without the simulator around them."""
+    seen, found, rest = set[int](), 0, list(roots)
+    while rest:
+        each = rest.pop()
+        if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType, Cluster, Launcher)):
+            continue
+        seen.add(id(each))
+        found += sys.getsizeof(each)
+        rest += [*gc.get_referents(each), vars(each)] if hasattr(each, "__dict__") else gc.get_referents(each)
+    return found
 
 
 class ManyNodes(Cluster):
@@ -256,7 +271,11 @@ def run(nodes: int, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     cluster.clock.run(cluster.clock.now + 20.0)
     quiet = cluster.received[cluster.leader.number]
     beats = len(cluster.leader.nodes) / cluster.leader.members.period if cluster.leader.members else 0.0
-    print(json.dumps({"nodes": nodes, "what": "20 quiet seconds", "messages": quiet, "heartbeats per second": beats}))
+    row: dict[str, Any] = {"nodes": nodes, "what": "20 quiet seconds", "messages": quiet}
+    row["heartbeats per second"] = round(beats)
+    row["leader MB"] = round(footprint(cluster.leader.node, cluster.leader.members) / 1e6, 1)
+    cluster.rows.append(row)
+    print(json.dumps(row), flush=True)
 
     cluster.measure("the end", cluster.finish, cluster.is_over, limit=60.0)
     print(

@@ -497,7 +497,7 @@ class ElasticGroup:
         common["world_size"] = self._view.size
         if self.address is not None:
             common |= {"master_addr": self.address[0], "master_port": self.address[1]}
-        places = {}
+        places: dict[str, dict[str, Any]] = {}
         for name, node in came.items():
             places[name] = {**common, "node_rank": len(self._view.nodes) + len(places), "first_rank": first}
             first += node.slots

@@ -20,6 +20,7 @@ from phalanx.launch.membership import election_seconds, may_continue
 from phalanx.launch.spec import Elastic
 from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.protocol import (
+    ALL,
     Action,
     Agreed,
     AllHereEnded,
@@ -52,6 +53,7 @@ from phalanx.recovery.launcher.view import GroupView, came_or_went
 from phalanx.recovery.messages import (
     End,
     FinishedRank,
+    Formation,
     FromRank,
     Hello,
     LateRank,
@@ -60,6 +62,7 @@ from phalanx.recovery.messages import (
     NodeEnded,
     NodeView,
     Orders,
+    Place,
     Position,
     RankFacts,
     RankReady,
@@ -75,7 +78,7 @@ _KNOWN_CHANGES = 4
 """How many changes of the view a node reports to a leader that takes over."""
 
 
-_ORDERS = (Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
+_ORDERS = (Formation, Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
 """What the node that leads sends to the others: of any other one it is not obeyed."""
 
 
@@ -105,6 +108,8 @@ class Node:
         self._members = set() if late else set(self.here)
         """The ranks of this node that are in the present group."""
         self._formed_at = now
+        self._formation: Position | None = None
+        """What the positions of all ranks in the next group have in common."""
         self._late: set[str] = set()
         self._ended: set[str] = set()
         """Nodes whose ranks have all ended."""
@@ -138,6 +143,7 @@ class Node:
             NodeEnded: self._on_node_ended,
             Hello: self._on_hello,
             ResizeAsked: self._on_resize_asked,
+            Formation: self._on_formation,
             Orders: self._on_orders,
             StartRanks: self._on_start_ranks,
             LateRank: self._on_late_rank,
@@ -184,11 +190,14 @@ class Node:
                 else:
                     self._note(action)
                     self._actions.append(action)
+        positions = (order for found in orders.values() for _, order in found if isinstance(order, Position))
+        if (position := next(positions, None)) is not None:
+            self._send(ALL, Formation(position))
         for node, found in orders.items():
             if node == self.own:
                 self._on_orders(node, Orders(tuple(found)))
             elif node in self.view.nodes:
-                self._send(node, Orders(tuple(found)))
+                self._send(node, Orders(tuple((key, _place(order)) for key, order in found)))
 
     def _note(self, action: Action) -> None:
         if isinstance(action, Retire):
@@ -396,9 +405,15 @@ class Node:
 
     def _on_orders(self, sender: str, message: Orders) -> None:
         for key, order in message.orders:
+            if isinstance(order, Place):
+                assert self._formation is not None, "it comes first"
+                order = dataclasses.replace(self._formation, **vars(order))
             if (rank := self.here.get(key)) is not None:
                 self._note_order(rank, order)
             self._actions.append(Deliver(key, order))
+
+    def _on_formation(self, sender: str, message: Formation) -> None:
+        self._formation = message.position
 
     def _note_order(self, rank: Rank, order: Wire) -> None:
         if isinstance(order, Position):
@@ -568,6 +583,13 @@ class Node:
             self.group.on_message(rank, last_report)
         for sender, message in takeover.waiting:
             self._on_mail(Mailed(sender, message))
+
+
+def _place(order: Wire) -> Wire:
+    """Return an order as it travels: of a position what differs between ranks."""
+    if not isinstance(order, Position):
+        return order
+    return Place(order.rank, order.local_rank, order.local_world_size, order.node_rank)
 
 
 @dataclasses.dataclass
