@@ -14,6 +14,7 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 from phalanx.errors import ForkServerDiedError, PhalanxError
@@ -128,10 +129,10 @@ class Rendezvous:
         """Report that all ranks of this machine have succeeded; "all_ended" comes when those of all machines have."""
         self.post(LEADER, {"node_finished": True})
 
-    def post(self, node: str, message: messages.Message) -> None:
-        """Send a message to the launcher of another machine."""
+    def post(self, to: str | Sequence[str], message: messages.Message) -> None:
+        """Send a message to the launcher of another machine, or to those of several."""
         if self.has_other_nodes:
-            self._send({"post": message, "to": node})
+            self._send({"post": message, "to": to})
 
     def _send(self, message: messages.Message) -> None:
         if self._outbox is not None:

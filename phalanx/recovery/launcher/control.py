@@ -287,9 +287,9 @@ class ElasticControl:
 
     def _accept(self, action: Accept) -> None:
         own, view = self._context.node, self.node.view
-        place = {"master_addr": own.master_addr, "master_port": own.master_port, "term": view.term, **action.place}
-        nodes = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
-        self._context.rendezvous.post(action.node, {"accept": {**place, "machines": nodes}})
+        common = {"master_addr": own.master_addr, "master_port": own.master_port, "term": view.term}
+        common["machines"] = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
+        self._context.rendezvous.post(tuple(action.places), {"accept": common, "places": action.places})
 
     def _change_nodes(self, action: NodesChanged) -> None:
         entries = {
