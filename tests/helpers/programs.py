@@ -21,12 +21,16 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, CompletedProcess, TimeoutExpired
 from typing import Any
 
+import psutil
+
 from phalanx.host import messages
 from phalanx.launch.forkserver import client
 from phalanx.launch.forkserver.preload import PRELOAD, SINGLE_THREADED
 
 __all__ = ["DEVNULL", "Popen", "TimeoutExpired", "run"]  # what the client of the fork server takes from `subprocess`
 
+WARM = "tests-warm"
+"""The name of the warm process of a program, which `ps` shows."""
 ROOT = str(Path(__file__).resolve().parents[2])
 _SET_IN_PROGRAMS = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _READ_LATER = ("PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_")
@@ -90,6 +94,12 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+def started_by(process: subprocess.Popen[Any]) -> list[psutil.Process]:
+    """Return all processes that a program has started, and not its warm process."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    return [each for each in found if each.name() != WARM]
 
 
 def _parse(args: Any) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import programs
 
 from phalanx.host import messages
-from phalanx.host.processes import _START, die_with
+from phalanx.host.processes import _START, die_with, set_name
 from phalanx.launch import ModuleTarget, ScriptTarget, rank
 from phalanx.launch.forkserver import client
 from phalanx.launch.forkserver.preload import preload, set_compute_threads
@@ -118,6 +118,7 @@ def _fork_warm_process(settings: dict[str, str], held: list[int]) -> None:
     if os.fork() == 0:
         near.close()
         os.setsid()
+        set_name(programs.WARM)
         die_with(parent)
         for descriptor in held:
             os.close(descriptor)
