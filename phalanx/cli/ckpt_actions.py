@@ -28,8 +28,8 @@ _MATTERS = ("strategy", "num_workers", "mixed_precision", "batch_size", "optimiz
 """Settings that `inspect` shows; --json has all."""
 
 
-class Answer(NamedTuple):
-    """The result of an action, as data for --json and as text."""
+class ActionOutput(NamedTuple):
+    """What an action prints: its result as data for --json and as text."""
 
     data: Any
     text: str
@@ -52,7 +52,7 @@ def _facts(one: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _list(namespace: argparse.Namespace) -> Answer:
+def _list(namespace: argparse.Namespace) -> ActionOutput:
     directory = directory_of(namespace.run)
     checkpoints, unreadable = survey(directory)
     data = [{**_facts(one), "status": "complete" if sizes_match(one) else "damaged"} for one in checkpoints]
@@ -65,10 +65,10 @@ def _list(namespace: argparse.Namespace) -> Answer:
     rows += [(path.name, *"-----", "", "damaged") for path, _ in unreadable]
     data += [{"path": str(path), "status": "damaged", "reason": error.message} for path, error in unreadable]
     reasons = [f"{path.name}: {error.message}" for path, error in unreadable]
-    return Answer(data, "\n".join([table(rows), *reasons]) if data else f"no checkpoints in {directory}")
+    return ActionOutput(data, "\n".join([table(rows), *reasons]) if data else f"no checkpoints in {directory}")
 
 
-def _inspect(namespace: argparse.Namespace) -> Answer:
+def _inspect(namespace: argparse.Namespace) -> ActionOutput:
     one = open_checkpoint(namespace.run)
     manifest, facts = one.manifest, _facts(one)
     tensors = {name: _described(info.shape, info.dtype) for name, info in stored_tensors(one).items()}
@@ -89,7 +89,7 @@ def _inspect(namespace: argparse.Namespace) -> Answer:
         table(_tensor_rows(tensors) if namespace.tensors else _entry_rows(tensors)),
         table([("file", "size", "hash"), *((name, size(entry.size), entry.hash) for name, entry in records)]),
     ]
-    return Answer({**facts, **more, "files": files, "tensors": tensors}, "\n\n".join(parts))
+    return ActionOutput({**facts, **more, "files": files, "tensors": tensors}, "\n\n".join(parts))
 
 
 def _described(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _entry_rows(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _check(namespace: argparse.Namespace) -> Answer:
+def _check(namespace: argparse.Namespace) -> ActionOutput:
     checkpoints, unreadable = named_checkpoints(namespace.run)
     problems = {str(path): [error.message] for path, error in unreadable}
     lines = [f"{path}: damaged\n  {listed[0]}" for path, listed in problems.items()]
@@ -121,10 +121,10 @@ def _check(namespace: argparse.Namespace) -> Answer:
         facts = f"{len(one.manifest.files)} files, {size(one.manifest.bytes)}, {time.monotonic() - started:.1f} s"
         lines.append("\n  ".join([f"{one.path}: damaged", *wrong]) if wrong else f"{one.path}: intact ({facts})")
     data = [{"path": path, "problems": listed} for path, listed in problems.items()]
-    return Answer(data, "\n".join(lines), int(any(problems.values())))
+    return ActionOutput(data, "\n".join(lines), int(any(problems.values())))
 
 
-def _diff(namespace: argparse.Namespace) -> Answer:
+def _diff(namespace: argparse.Namespace) -> ActionOutput:
     first, second = open_checkpoint(namespace.run), open_checkpoint(namespace.target)
     result = compare(first, second, f"{namespace.only.rstrip('.')}." if namespace.only else "")
     data: dict[str, Any] = {**vars(result), "same_tensors": result.same_tensors, "unrelated": result.unrelated}
@@ -135,7 +135,7 @@ def _diff(namespace: argparse.Namespace) -> Answer:
     if result.unrelated and not namespace.tensors:
         counts = " and ".join(str(result.tensors + len(only)) for only in (result.only_first, result.only_second))
         lines = [f"different models: of {counts} tensors none has the same name and shape in both; see --tensors"]
-    return Answer(data, "\n".join([places, *lines]), int(result.unrelated))
+    return ActionOutput(data, "\n".join([places, *lines]), int(result.unrelated))
 
 
 def _difference_lines(result: StateDifference, limit: int | None) -> list[str]:
@@ -163,14 +163,14 @@ def _difference_lines(result: StateDifference, limit: int | None) -> list[str]:
     return lines + [f"setting {name}: {one} and {other}" for name, (one, other) in result.config.items()]
 
 
-def _reshard(namespace: argparse.Namespace) -> Answer:
+def _reshard(namespace: argparse.Namespace) -> ActionOutput:
     one = open_checkpoint(namespace.run)
     path = reshard(one, target_directory(namespace.target, one), namespace.ranks)
     data = {"source": str(one.path), "path": str(path), "ranks": namespace.ranks}
-    return Answer(data, f"wrote {path} in {namespace.ranks} parts, from {one.path}")
+    return ActionOutput(data, f"wrote {path} in {namespace.ranks} parts, from {one.path}")
 
 
-def _prune(namespace: argparse.Namespace) -> Answer:
+def _prune(namespace: argparse.Namespace) -> ActionOutput:
     for flag in ("keep_last", "keep_every"):
         if (value := getattr(namespace, flag)) is not None and value < 1:
             raise UsageError(f"--{flag.replace('_', '-')} {value}: it must be 1 or more")
@@ -190,10 +190,10 @@ def _prune(namespace: argparse.Namespace) -> Answer:
     lines = [f"{done} {one.path} ({size(one.manifest.bytes)})" for one in chosen]
     remaining = len(checkpoints) - len(chosen)
     data = {"removed": paths, "kept": remaining, "dry_run": namespace.dry_run, "notes": notes}
-    return Answer(data, "\n".join([*lines, *notes, f"{len(chosen)} {done.split()[-1]}, {remaining} kept"]))
+    return ActionOutput(data, "\n".join([*lines, *notes, f"{len(chosen)} {done.split()[-1]}, {remaining} kept"]))
 
 
-def _copy(namespace: argparse.Namespace) -> Answer:
+def _copy(namespace: argparse.Namespace) -> ActionOutput:
     checkpoints = named_checkpoints(namespace.run)[0][::-1] if namespace.all else [open_checkpoint(namespace.run)]
     data, lines = [], []
     for one in checkpoints:
@@ -202,10 +202,10 @@ def _copy(namespace: argparse.Namespace) -> Answer:
         data.append({"source": str(one.path), "path": str(copied.path), "files": copied.files, "bytes": copied.bytes})
         were = f"copied {one.path} to {copied.path} ({copied.files} files, {size(copied.bytes)})"
         lines.append(were if copied.files else f"{copied.path} is complete already")
-    return Answer(data, "\n".join(lines))
+    return ActionOutput(data, "\n".join(lines))
 
 
-ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
+ACTIONS: dict[str, Callable[[argparse.Namespace], ActionOutput]] = {
     "ls": _list,
     "inspect": _inspect,
     "check": _check,
