@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import DistStoreError, Store
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.messages import Message
 from phalanx.launch.membership import Entry, Heartbeats, Quorum
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 _POLL_SECONDS = 0.05
 _WAITING_BEATS_PER_SECOND = 1_000
@@ -222,8 +221,6 @@ class Gathering:
 
     def _is_there(self, key: str) -> bool:
         """Wait for a key until the next heartbeat is due."""
-        from torch.distributed import DistStoreError
-
         try:
             self._store.wait([key], timedelta(seconds=self.roster.beat_seconds))
         except DistStoreError:  # not yet; a lost connection is another error

@@ -17,17 +17,15 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from phalanx.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from phalanx.launch.membership import ALL
 
 Mail = dict[str, Any]
 
-ALL = "all"
-"""The address of a message to every machine, the sender included."""
 _POLL_SECONDS = 0.05
 """How often the leader looks for mail, in a store of its own process."""
 _BATCH_SECONDS = 0.005
@@ -137,8 +135,6 @@ class Mailbox:
             self._attempt(self._await_mail)
 
     def _attempt(self, exchange: Callable[[], None]) -> None:
-        from torch.distributed import DistNetworkError, DistStoreError
-
         try:
             exchange()
         except CommunicationError as error:  # written by a process outside this job, which must not end it

@@ -28,6 +28,8 @@ Entry = dict[str, Any]
 Sign = Literal["ended", "silent"]
 """What a neighbour notices: the machine refuses connections, or does not answer."""
 Phase = Literal["settled", "searching", "unconfirmed", "electing"]
+ALL, LEADER = "all", "leader"
+"""The addresses of a message to every node, the sender included, and to the one that leads."""
 
 SUSPECT_SECONDS = 1.0
 """Silence after which a machine is asked whether it runs, and the time that it has to answer."""

@@ -19,12 +19,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from phalanx.errors import PhalanxError
 from phalanx.host.addresses import own_address
+from phalanx.host.job_secret import VARIABLE
 from phalanx.host.messages import Message
-from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.host.signed_store import sign_store
 from phalanx.launch.gathering import (
     DECIDED,
     MOVED,
@@ -37,8 +40,10 @@ from phalanx.launch.gathering import (
     describe_run,
     reserve_names,
 )
-from phalanx.launch.mailbox import ALL, Mail, Mailbox
+from phalanx.launch.mailbox import Mail, Mailbox
 from phalanx.launch.membership import (
+    ALL,
+    LEADER,
     SUSPECT_SECONDS,
     Accuse,
     Agreement,
@@ -55,12 +60,8 @@ from phalanx.launch.membership import (
 from phalanx.launch.probes import NeighbourWatch, Probes, ask_all
 from phalanx.launch.spec import split_endpoint
 from phalanx.observe.format import ranks_text
+from phalanx.torch_compat import is_own_host
 
-if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore
-
-LEADER = "leader"
-"""The address of a message to the machine that leads."""
 _CONNECT_SECONDS = 60.0
 _LOST_SECONDS = 2.0
 """A machine of a fixed number without a heartbeat for this long is named when ranks elsewhere fail."""
@@ -115,8 +116,6 @@ class NodeGroup:
         return self._signed(self._store, prefix)
 
     def _signed(self, store: Store, prefix: str) -> Store:
-        from torch.distributed import PrefixStore
-
         return sign_store(PrefixStore(prefix, store), {VARIABLE: self._request.get("secret") or ""})
 
     def _notify(self) -> None:
@@ -129,8 +128,6 @@ class NodeGroup:
 
     def gather(self, attempt: int, send: Callable[[Message], None]) -> dict[str, Any]:
         """Wait for the machines, or be taken in by those that train; return the fields of this one's `NodeInfo`."""
-        from torch.distributed import DistNetworkError
-
         self._attempt = attempt
         if self._mailbox is not None:  # the others wait for the failure that ended the attempt before
             self._mailbox.close(_SEND_SECONDS)
@@ -180,8 +177,6 @@ class NodeGroup:
 
     def _read_nodes(self, list_at: tuple[str, int] | None) -> dict[str, Entry]:
         """Read the list of all machines from one that has it, and let others read it from this one."""
-        from torch.distributed import DistNetworkError, DistStoreError
-
         key = f"{NODES}/{self._round}"
         found = b""
         if list_at is not None:
@@ -399,8 +394,6 @@ class NodeGroup:
 
     def _move(self, move: Move, members: Membership, mailbox: Mailbox) -> Message:
         """Move to the store of the machine that leads from now on, which may be this one."""
-        from torch.distributed import DistNetworkError
-
         mailbox.close()  # what was not sent is lost with the machine
         host = self._nodes[move.lost]["host"]
         news: Message = {"leader": move.leader, "lost": host, "term": move.term}
@@ -438,8 +431,6 @@ class NodeGroup:
 
     def leave(self) -> None:
         """Send what is left, and leave; the leader leaves last, so that the others can still read."""
-        from torch.distributed import DistNetworkError
-
         if self._signpost is not None:
             self._signpost.stop()
         if self._mailbox is not None:
@@ -475,8 +466,6 @@ class Signpost:
         self._stopped.set()
 
     def _run(self) -> None:
-        from torch.distributed import DistNetworkError
-
         while not self._stopped.wait(_SIGNPOST_SECONDS):
             # The endpoint may be a name that is not known, or where nothing answers as a store does.
             with contextlib.suppress(DistNetworkError, RuntimeError, ValueError, OSError):
@@ -495,18 +484,12 @@ def describe(node: str, nodes: Mapping[str, Entry]) -> str:
 
 def open_store(host: str, port: int, seconds: float, *, is_master: bool) -> TCPStore:
     """Host a store, at any free port where `port` is 0, or connect to one."""
-    from torch.distributed import TCPStore
-
     timeout = timedelta(seconds=min(seconds, _CONNECT_SECONDS))
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
 
 def connect(request: Message) -> tuple[TCPStore, bool]:
     """Host the store at the endpoint if this node has to, else connect to it; return whether it hosts it, too."""
-    from torch.distributed import DistNetworkError
-
-    from phalanx.torch_compat import is_own_host
-
     host, port = split_endpoint(request["endpoint"])
     node_rank, seconds = request["node_rank"], request["seconds"]
     # Node 0 hosts when the nodes are numbered (a host's name may map to loopback); else torch's rule decides.

@@ -12,12 +12,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+
+from torch.distributed import DistNetworkError, Store
 
 from phalanx.launch.membership import SUSPECT_SECONDS
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 Address = tuple[str, int]
 _POLL_SECONDS = 0.01
@@ -105,8 +103,6 @@ class _Link:
         threading.Thread(target=self._run, name="phalanx-neighbour", daemon=True).start()
 
     def _run(self) -> None:
-        from torch.distributed import DistNetworkError
-
         store: Store | None = None
         while not self.closed and not self.ended:
             try:

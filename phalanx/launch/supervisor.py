@@ -7,8 +7,8 @@ from pathlib import Path
 
 from phalanx.errors import ForkServerDiedError, UsageError
 from phalanx.host.files import make_private, scratch_folder
+from phalanx.host.job_secret import VARIABLE
 from phalanx.host.processes import SignalInbox
-from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.attempt import Attempt
 from phalanx.launch.environment import shared_environment
 from phalanx.launch.failure import FailureReport

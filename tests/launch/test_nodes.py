@@ -20,12 +20,12 @@ from phalanx.host import messages
 from phalanx.host.addresses import free_port
 from phalanx.launch import gathering
 from phalanx.launch.gathering import Gathering, agree_on_round
-from phalanx.launch.mailbox import ALL
-from phalanx.launch.membership import beat_seconds
-from phalanx.launch.nodes import LEADER, NodeGroup
+from phalanx.launch.membership import ALL, LEADER, beat_seconds
+from phalanx.launch.nodes import NodeGroup
 from phalanx.launch.probes import Probes
-from phalanx.launch.rendezvous import Rendezvous, _follow
+from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.spec import CallTarget, LaunchSpec
+from phalanx.launch.store_agent import _follow
 
 
 class Machines:

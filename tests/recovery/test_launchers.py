@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from phalanx.diagnosis import Diagnosis
 from phalanx.errors import EXIT_USAGE, CommunicationError
+from phalanx.host.job_secret import VARIABLE
 from phalanx.host.lost_peers import lost_peers
-from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.host.signed_store import sign_store
 from phalanx.host.wire import decode, encode
 from phalanx.launch.context import LauncherContext
 from phalanx.launch.environment import NodeInfo

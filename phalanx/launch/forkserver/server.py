@@ -134,7 +134,7 @@ class ForkServer:
             if descriptor >= 0:
                 os.close(descriptor)
         if request["do"] == "agent":
-            from phalanx.launch.rendezvous import serve
+            from phalanx.launch.store_agent import serve
 
             return lambda: serve(request, descriptors)
         from phalanx.launch.rank import run

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from phalanx.errors import EXIT_USAGE
 from phalanx.host.wire import Wire
+from phalanx.launch.membership import ALL
 from phalanx.launch.spec import Elastic
 from phalanx.observe.events import Message, RankLost
 from phalanx.recovery.launcher.policy import (
@@ -41,7 +42,6 @@ from phalanx.recovery.launcher.policy import (
     pause,
 )
 from phalanx.recovery.launcher.protocol import (
-    ALL,
     Accept,
     Action,
     FillDue,

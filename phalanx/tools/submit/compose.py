@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx.config.option import option
 from phalanx.errors import UsageError
-from phalanx.host.signed_store import VARIABLE
+from phalanx.host.job_secret import VARIABLE
 from phalanx.tools.submit import pods
 from phalanx.tools.submit.job import ClusterJob, JobRecord
 from phalanx.tools.submit.job_files import own_limit
