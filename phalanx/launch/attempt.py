@@ -111,7 +111,7 @@ class Attempt(LauncherLoop):
         self._notices = StartupNotices(spec, time.monotonic(), console.notice, serving=session.server.is_serving)
         self._watches: list[Watch] = [self._notices]
         self._handlers: dict[str, Callable[..., None]] = {
-            "arrived": lambda nodes: self._notices.take_arrived(nodes, time.monotonic()),
+            "arrived": lambda nodes: self._notices.on_arrived(nodes, time.monotonic()),
             "node": lambda node: self._start(NodeInfo(**node)),
             "remote_failure": self._take_remote_failure,
             "all_ended": self._take_all_ended,
@@ -201,7 +201,7 @@ class Attempt(LauncherLoop):
         self._all_ended = True
 
     def _take_error(self, cause: str, hint: str, usage: bool) -> None:
-        """Stop: the agent has ended, and with it this machine's connection to the others."""
+        """Stop: the agent has ended, and with it this node's connection to the others."""
         code = EXIT_USAGE if usage else 1
         self._fail(FailureReport(cause=cause, hint=hint, exit_code=code), final=True)
 
@@ -231,7 +231,7 @@ class Attempt(LauncherLoop):
         return self._failure is None and not self._killing and number > 0 and number != self._requested
 
     def _fail(self, failure: FailureReport, *, final: bool = False) -> None:
-        """Stop the ranks. `final`: this machine alone ends, and does not start again."""
+        """Stop the ranks. `final`: this node alone ends, and does not start again."""
         if self._is_stopping:
             return
         self._failure, self._final = failure, final

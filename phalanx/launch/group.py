@@ -56,7 +56,7 @@ class RankState:
     slot: int
     """The number in the names of its files; its rank may change while it runs."""
     node: str = ""
-    """The machine, where there are several."""
+    """The node, where there are several."""
     local_rank: int = 0
     pid: int | None = None
     code: int | None = None

@@ -1,10 +1,10 @@
-"""Messages between the launchers of several machines, and heartbeats, in the TCPStore of the one that leads.
+"""Messages between the launchers of several nodes, and heartbeats, in the TCPStore of the one that leads.
 
 All messages go through the leader: the others write to it, and it writes to them, also what one of them sends to
-another. A machine waits for its next message with one operation that the store answers when the message is there, so
-that machines that have nothing to say cost the leader nothing but a heartbeat now and then (`membership.beat_seconds`).
+another. A node waits for its next message with one operation that the store answers when the message is there, so
+that nodes that have nothing to say cost the leader nothing but a heartbeat now and then (`membership.beat_seconds`).
 
-Threads of their own talk to the store: a call to a machine that is cut off does not return, and the launcher must
+Threads of their own talk to the store: a call to a node that is cut off does not return, and the launcher must
 notice that.
 """
 
@@ -29,12 +29,12 @@ Mail = dict[str, Any]
 _POLL_SECONDS = 0.05
 """How often the leader looks for mail, in a store of its own process."""
 _BATCH_SECONDS = 0.005
-"""Messages that are posted within this time travel together: the ranks of a machine report at the same time."""
+"""Messages that are posted within this time travel together: the ranks of a node report at the same time."""
 _WAIT_SECONDS = 3600.0
 
 
 class Mailbox:
-    """This machine's messages and heartbeat in a store, from `start` on. `receive` returns what has arrived."""
+    """This node's messages and heartbeat in a store, from `start` on. `receive` returns what has arrived."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Mailbox:
         self._missing: list[int] = []
         """Numbers of messages that were counted and are not there."""
         self._written: Counter[str] = Counter()
-        """As the leader: how many messages each machine was sent."""
+        """As the leader: how many messages each node was sent."""
         self._beats = self._bodies = 0
         self._seen: dict[str, Any] = {}
         self.contact = time.monotonic()
@@ -67,7 +67,7 @@ class Mailbox:
         self._wakeup = threading.Event()
         self._closed = False
         self.failed = False
-        """Whether the store has ended: its machine is lost, or its launcher has ended."""
+        """Whether the store has ended: its node is lost, or its launcher has ended."""
         runs = [self._run_leader] if self._leads else [self._run_sender, self._run_reader]
         self.threads = [threading.Thread(target=run, name="phalanx-mailbox", daemon=True) for run in runs]
 
@@ -81,11 +81,11 @@ class Mailbox:
             thread.start()
 
     def serve(self, nodes: Iterable[str]) -> None:
-        """As the leader: let messages to `ALL` reach these machines, and read their heartbeats."""
+        """As the leader: let messages to `ALL` reach these nodes, and read their heartbeats."""
         self._others = tuple(node for node in nodes if node != self._own)
 
     def post(self, to: str, message: Mail) -> None:
-        """Send a message to the launcher of a machine, or to `ALL`."""
+        """Send a message to the launcher of a node, or to `ALL`."""
         self._out.append((to, {**message, "sender": self._own}))
         self._wakeup.set()
 
@@ -94,7 +94,7 @@ class Mailbox:
         return [self._in.popleft() for _ in range(len(self._in))]
 
     def beats(self) -> Mapping[str, Any]:
-        """As the leader: return the last heartbeat counter of each machine."""
+        """As the leader: return the last heartbeat counter of each node."""
         return self._seen
 
     def close(self, seconds: float = 0.0) -> None:
@@ -102,7 +102,7 @@ class Mailbox:
         deadline = time.monotonic() + seconds
         while self._out and not self.failed and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 2)
-        self._closed = True  # a thread that waits for a lost machine ends with the process
+        self._closed = True  # a thread that waits for a lost node ends with the process
         self._wakeup.set()
 
     # --- threads ------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Mailbox:
         self._distribute()
 
     def _distribute(self) -> None:
-        """Write what this machine has posted, and what others have sent through it."""
+        """Write what this node has posted, and what others have sent through it."""
         batches: defaultdict[str, list[Any]] = defaultdict(list)
         while self._out:
             to, message = self._out.popleft()

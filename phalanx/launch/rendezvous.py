@@ -1,7 +1,7 @@
 """The rendezvous of the ranks, as the launcher sees it: it talks to the store agent (`store_agent`) of this node.
 
 On one node the agent serves a TCPStore on a loopback socket that the launcher has already bound, so that no port is
-guessed and no other machine can connect. With several it gathers them at the endpoint (`nodes`).
+guessed and no other node can connect. With several it gathers them at the endpoint (`nodes`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rendezvous:
         self._outbox: messages.Outbox | None = None
         self._node_rank = 0
         self._askers: dict[int, str] = {}
-        """The machines that have asked for the collectives of all ranks, by their question's number."""
+        """The nodes that have asked for the collectives of all ranks, by their question's number."""
         self.is_complete = False
         """Whether all nodes have joined: then the others wait for a message when this one leaves."""
 
@@ -91,7 +91,7 @@ class Rendezvous:
         """Return the agent's next message, None when it has ended.
 
         It is one of "arrived", "node", "remote_failure", "silent_nodes", "question", "answer", "all_ended" and "error";
-        if the number of machines may change, also "mail", "arrival", "lost_nodes" and "leader".
+        if the number of nodes may change, also "mail", "arrival", "lost_nodes" and "leader".
         """
         assert self.agent is not None
         received = messages.receive(self.agent)
@@ -106,7 +106,7 @@ class Rendezvous:
         return message
 
     def publish_failure(self, failure: FailureReport) -> None:
-        """Send the other machines why this one stops."""
+        """Send the other nodes why this one stops."""
         if self.has_other_nodes:
             self.post(ALL, {"remote_failure": failure.to_message()})
 
@@ -115,15 +115,15 @@ class Rendezvous:
         self.post(ALL, {"question": secrets.randbits(32)})
 
     def send_calls(self, number: int, calls: list[messages.Message]) -> None:
-        """Send what this machine's ranks have answered to the machine that has asked."""
+        """Send what this node's ranks have answered to the node that has asked."""
         self.post(self._askers[number], {"answer": {"number": number, "from": self._node_rank, "calls": calls}})
 
     def publish_end(self) -> None:
-        """Report that all ranks of this machine have succeeded; "all_ended" comes when those of all machines have."""
+        """Report that all ranks of this node have succeeded; "all_ended" comes when those of all nodes have."""
         self.post(LEADER, {"node_finished": True})
 
     def post(self, node: str, message: messages.Message) -> None:
-        """Send a message to the launcher of another machine."""
+        """Send a message to the launcher of another node."""
         if self.has_other_nodes:
             self._send({"post": message, "to": node})
 
@@ -144,11 +144,11 @@ class Rendezvous:
                 self._outbox.flush()
 
     def watch_nodes(self, entries: messages.Message, version: int) -> None:
-        """Watch other machines from now on, by their entries; None: not any more. `version`: of the view."""
+        """Watch other nodes from now on, by their entries; None: not any more. `version`: of the view."""
         self._send({"nodes": entries, "version": version})
 
     def lead(self, term: int) -> None:
-        """Tell the other machines that this one leads: enough of them have reported to it."""
+        """Tell the other nodes that this one leads: enough of them have reported to it."""
         self._send({"lead": term})
 
     def close(self) -> None:

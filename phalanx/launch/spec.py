@@ -193,7 +193,7 @@ class LaunchSpec:
     threads_per_rank: int | None = None
     """Compute threads per rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
     identity: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
-    """What all machines of the run must have in common, by name: versions, settings."""
+    """What all nodes of the run must have in common, by name: versions, settings."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Data sets that the starter itself shards over the ranks (Ray Data), by name."""
     prelude: str = ""

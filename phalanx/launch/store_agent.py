@@ -64,7 +64,7 @@ def _serve_nodes(launcher: socket.socket, request: messages.Message) -> None:
 
 
 def _follow(launcher: socket.socket, nodes: NodeGroup) -> None:
-    """Execute the launcher's requests, and send it news of the other machines, until it closes the socket."""
+    """Execute the launcher's requests, and send it news of the other nodes, until it closes the socket."""
     outbox = messages.Outbox(launcher)
     with selectors.DefaultSelector() as selector:
         selector.register(launcher, selectors.EVENT_READ)

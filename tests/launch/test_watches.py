@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.launch import LaunchSpec, ScriptTarget
 from phalanx.launch.group import RankState
 from phalanx.launch.launcher_loop import MOMENTS, Reminder, duration_text
-from phalanx.launch.watches import IMPORT_MOMENTS, MACHINES_MOMENTS, StartupNotices, StartWatch
+from phalanx.launch.watches import IMPORT_MOMENTS, NODES_MOMENTS, StartupNotices, StartWatch
 
 
 def _spec(tmp_path, **fields):
@@ -132,15 +132,15 @@ def test_missing_machines_are_counted(tmp_path):
     notices = Notices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1"), 0.0, serving=False)
     assert notices.activity == "importing torch"
     notices.take_serving(10.0)
-    due = 10.0 + MACHINES_MOMENTS[0]
+    due = 10.0 + NODES_MOMENTS[0]
     assert notices.look(due - 0.1) is None
-    assert notices.look(due) == "waiting for 3 of 4 machines at a:1 (no answer there yet)"
+    assert notices.look(due) == "waiting for 3 of 4 nodes at a:1 (no answer there yet)"
     host = Notices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1", node_rank=0), 0.0, serving=True)
-    assert host.activity == "waiting for 3 of 4 machines at a:1"
-    notices.take_arrived(1, 20.0)
-    assert notices.activity == "waiting for 3 of 4 machines at a:1"
-    assert notices.next_deadline == 10.0 + MACHINES_MOMENTS[1]
-    notices.take_arrived(3, 21.0)
-    assert notices.look(21.0 + MACHINES_MOMENTS[0]) == "waiting for 1 of 4 machines at a:1"
+    assert host.activity == "waiting for 3 of 4 nodes at a:1"
+    notices.on_arrived(1, 20.0)
+    assert notices.activity == "waiting for 3 of 4 nodes at a:1"
+    assert notices.next_deadline == 10.0 + NODES_MOMENTS[1]
+    notices.on_arrived(3, 21.0)
+    assert notices.look(21.0 + NODES_MOMENTS[0]) == "waiting for 1 of 4 nodes at a:1"
     notices.take_gathered(30.0)
     assert notices.activity == "starting the ranks"

@@ -116,7 +116,7 @@ class TensorFlowDistributedTrainer:
     def _run(self, task: KerasTask, config: DistributedConfig, settings: Collection[str]) -> KerasResult:
         """Run here in a process of a cluster and where one process is enough; else start the processes."""
         env = read_rank_env()
-        if env is None or env.local_rank == 0:  # once per machine
+        if env is None or env.local_rank == 0:  # once per node
             check_before_start(config)
         member = read_task()
         result: KerasResult

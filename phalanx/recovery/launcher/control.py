@@ -217,7 +217,7 @@ class ElasticControl:
         address: tuple[str, int] | None = None,
     ) -> None:
         """Follow another launcher after the node that decided was lost; with an `address` take over."""
-        self._context.console.notice(f"the machine {lost}, which decided about the ranks, was lost")
+        self._context.console.notice(f"the node {lost}, which decided about the ranks, was lost")
         at = (address[0], address[1]) if address is not None else None
         self._handle(LeaderLost(leader, at, term, tuple(ended), tuple(gone), tuple(new)))
 
@@ -289,7 +289,7 @@ class ElasticControl:
         own, view = self._context.node, self.node.view
         place = {"master_addr": own.master_addr, "master_port": own.master_port, "term": view.term, **action.place}
         nodes = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
-        self._context.rendezvous.post(action.node, {"accept": {**place, "machines": nodes}})
+        self._context.rendezvous.post(action.node, {"accept": {**place, "nodes": nodes}})
 
     def _change_nodes(self, action: NodesChanged) -> None:
         entries = {
@@ -313,7 +313,7 @@ def first_view(place: NodeInfo, failures: int) -> GroupView:
     """Return the view of the group when a node begins; one that comes late gets the whole view from the leader."""
     nodes = {
         name: NodeView(host, slots, tuple(standby) if standby else None, ranks=0 if place.late else slots)
-        for name, host, slots, standby in place.machines
+        for name, host, slots, standby in place.nodes
     }
     alone = {place.own: NodeView("", _ANY_NUMBER, ranks=place.world_size)}
     return GroupView(place.leader, nodes or alone, term=place.term, failures=failures)

@@ -89,7 +89,7 @@ TRANSITIONS: Mapping[tuple[State, Cause], State] = {
 }
 """What else may happen in a state changes no state. A loss while the group starts is not survived."""
 _NAMED = 16
-"""How many ranks or machines a message names."""
+"""How many ranks or nodes a message names."""
 _TRIES = 3
 """Consecutive failed starts, or interruptions without a lost rank, before giving up."""
 
@@ -306,7 +306,7 @@ class ElasticGroup:
             self._change_view(self._view.without([rank.node]))
             self.starting.pop(rank.node, None)
             lost = [member for member in self.members if member.node == rank.node]
-            how = f"{how}; its machine {host} has failed {own} times and is left out"
+            how = f"{how}; its node {host} has failed {own} times and is left out"
             survived = self.lose(lost, how, replaceable=False)
         else:
             survived = self.lose([rank], how)
@@ -327,10 +327,14 @@ class ElasticGroup:
         waiting = [rank for rank in self.spares if rank.node in hosts]
         lost = [rank for rank in self.members if rank.node in hosts]
         names = _some(sorted(set(hosts.values())))
-        how = f"was lost with its machine {names}" if len(hosts) == 1 else f"was lost with one of {names}"
+        how = f"was lost with its node {names}" if len(hosts) == 1 else f"was lost with one of {names}"
         if (lost or waiting) and not self.lose([*waiting, *lost], how, replaceable=False):
             ranks = f"rank{'s' * (len(lost) > 1)} {_some([str(rank.rank) for rank in lost])}"
-            self._give_up(f"{'the machine' if len(hosts) == 1 else 'machines'} {names} was lost with {ranks}")
+            self._give_up(
+                f"the node {names} was lost with {ranks}"
+                if len(hosts) == 1
+                else f"the nodes {names} were lost with {ranks}"
+            )
 
     def on_agreed(self, version: int) -> None:
         """Note that enough nodes know a version of the view."""
@@ -425,7 +429,7 @@ class ElasticGroup:
             self._start(missing)
             if self.present >= self.size and (short := wanted - self.present) > 0 and not self._said_short:
                 self._said_short = True
-                self._say(f"{short} of {self._elastic.spares} spare ranks are missing: no machine has room for more")
+                self._say(f"{short} of {self._elastic.spares} spare ranks are missing: no node has room for more")
         if self.present < self.size:
             self._do_with_less()
         self._form_if_ready()
@@ -466,7 +470,7 @@ class ElasticGroup:
             return None
         self._failed_starts = 0
         self.fill()  # new ranks get ready while the others train
-        return None if self.size == size else f"no machine has room for {size} ranks."
+        return None if self.size == size else f"no node has room for {size} ranks."
 
     def on_arrival(self, name: str, node: NodeView, place: Mapping[str, Any]) -> None:
         """Take in the ranks of a node that has come late, as many as the run can use: they get ready meanwhile."""
@@ -484,7 +488,7 @@ class ElasticGroup:
         self._send(ALL, came)
         self.actions.append(NodesChanged({name: node}, came.version))
         self.starting[name] += node.slots
-        self._grow(f"the machine {node.host} arrived")
+        self._grow(f"the node {node.host} arrived")
 
     def _grow(self, why: str) -> None:
         """Let ranks that are there, or get ready, take part as far as the run can use them."""

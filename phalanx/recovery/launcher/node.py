@@ -411,7 +411,7 @@ class Node:
         self._late.add(message.key)
 
     def _on_left_out(self, sender: str, message: LeftOut) -> None:
-        self._actions.append(GiveUp(f"this machine is left out of the run: {message.why}", alone=True))
+        self._actions.append(GiveUp(f"this node is left out of the run: {message.why}", alone=True))
 
     def _on_resize_answer(self, sender: str, message: ResizeAnswer) -> None:
         self._actions.append(AnswerRequest(message.refused))
@@ -489,7 +489,7 @@ class Node:
             takeover.reports[sender] = message
             takeover.missing.discard(sender)
         elif self.group is not None:
-            self._send(sender, LeftOut("it reported too late after the machine that decided was lost"))
+            self._send(sender, LeftOut("it reported too late after the node that decided was lost"))
         else:
             self._early[sender] = message
 
@@ -506,7 +506,7 @@ class Node:
         self._takeover = None
         hosts = sorted({node.host for name, node in self.view.nodes.items() if name not in here | takeover.ended})
         lost = f"lost contact with {', '.join(hosts)}, which may continue the run"
-        self._actions.append(GiveUp(f"{lost}; this machine stops to avoid a split.", alone=True))
+        self._actions.append(GiveUp(f"{lost}; this node stops to avoid a split.", alone=True))
 
     def _catch_up(self, takeover: _Takeover) -> bool:
         """Apply the last changes of the view that others have seen; return False if too many are missing."""

@@ -19,7 +19,7 @@ _LEAST_PATIENCE = 30.0
 """Seconds, also where heartbeats are expected more often."""
 _MANY_FAILURES = 4
 RECENT_SECONDS = 3600.0
-"""How long a failure of a machine's ranks counts where machines are compared."""
+"""How long a failure of a node's ranks counts where nodes are compared."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Facts:
     missing: int = 1
     """Ranks that were lost."""
     replaceable: bool = True
-    """Whether new ranks can be started where they were lost; not where a machine was lost."""
+    """Whether new ranks can be started where they were lost; not where a node was lost."""
 
 
 def decide(facts: Facts) -> Decision:
@@ -124,9 +124,9 @@ def patience(silence_seconds: float) -> float:
 
 
 def fails_too_often(own: int, others: Sequence[int]) -> bool:
-    """Whether a machine is left out of the run, by the recent failures of its ranks and of each other machine's.
+    """Whether a node is left out of the run, by the recent failures of its ranks and of each other node's.
 
-    Where all machines lose ranks, the cause is not one of them.
+    Where all nodes lose ranks, the cause is not one of them.
     """
     usual = sum(others) / len(others) if others else float("inf")
     return own >= _MANY_FAILURES * (1 + 2 * usual)
