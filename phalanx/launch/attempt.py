@@ -50,8 +50,8 @@ class _RunningRanks:
         if context.spec.elastic is not None:
             self.recovery = feature("recovery").ElasticControl(context, self.diagnosis, failures)
         ranks = tuple(state.rank for state in self.group.states)
-        found = (self.diagnosis.name_missing, self.diagnosis.describe_start)
-        self._start_watch = StartWatch(context.spec, ranks, context.node.world_size, *found)
+        texts = (self.diagnosis.name_missing, self.diagnosis.describe_start)
+        self._start_watch = StartWatch(context.spec, ranks, context.node.world_size, *texts)
         self.group.on_event = self._take_event
 
     @property

@@ -214,10 +214,10 @@ class Gathering:
                 raise self.roster.too_few(now)
             self._beat()
             self._present = self._store.add(_PRESENT, 0)
-        found: Message = json.loads(self._store.get(place))
-        if "error" in found:
-            raise (UsageError if found["usage"] else PhalanxError)(found["error"], hint=found["hint"])
-        return found
+        answer: Message = json.loads(self._store.get(place))
+        if "error" in answer:
+            raise (UsageError if answer["usage"] else PhalanxError)(answer["error"], hint=answer["hint"])
+        return answer
 
     def _is_there(self, key: str) -> bool:
         """Wait for a key until the next heartbeat is due."""
@@ -286,15 +286,15 @@ class Gathering:
 
 def check_same(store: Store, identity: dict[str, str]) -> None:
     """Refuse to take part with another version or other settings than the node that came first."""
-    own = {"host": socket.gethostname(), "identity": identity}
-    first = json.loads(store.compare_set("identity", "", json.dumps(own)))
-    there: dict[str, str] = first["identity"]
-    names = [name for name in {**there, **identity} if there.get(name) != identity.get(name)]
+    entry = {"host": socket.gethostname(), "identity": identity}
+    first = json.loads(store.compare_set("identity", "", json.dumps(entry)))
+    expected: dict[str, str] = first["identity"]
+    names = [name for name in {**expected, **identity} if expected.get(name) != identity.get(name)]
     if names:
-        each = [f"{name} is {identity.get(name)} here and {there.get(name)} there" for name in names]
-        more = f" (and {len(each) - 5} more)" if len(each) > 5 else ""
+        differences = [f"{name} is {identity.get(name)} here and {expected.get(name)} there" for name in names]
+        more = f" (and {len(differences) - 5} more)" if len(differences) > 5 else ""
         raise UsageError(
-            f"{own['host']} differs from {first['host']}, which came first: {'; '.join(each[:5])}{more}.",
+            f"{entry['host']} differs from {first['host']}, which came first: {'; '.join(differences[:5])}{more}.",
             hint="Start the same command, with the same versions and settings, on every node.",
         )
 
@@ -311,10 +311,10 @@ def describe_run(store: Store, facts: Message) -> None:
 
 def agree_on_round(store: Store, wanted: int) -> int:
     """Return the number that the nodes agree on for an attempt: a node that came late has counted fewer."""
-    found = int(store.compare_set("round", "", str(wanted)))
-    while found < wanted:
-        found = int(store.compare_set("round", str(found), str(wanted)))
-    return found
+    current = int(store.compare_set("round", "", str(wanted)))
+    while current < wanted:
+        current = int(store.compare_set("round", str(current), str(wanted)))
+    return current
 
 
 def current_round(store: Store) -> int:

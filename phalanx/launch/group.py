@@ -120,7 +120,7 @@ class RankGroup:
         used = {state.slot for state in self.alive}
         first = self._node.first_rank
         slot = next(number for number in itertools.count(first) if number not in used)
-        for ended in [each for each in self.ranks.values() if each.slot == slot]:
+        for ended in [member for member in self.ranks.values() if member.slot == slot]:
             self.retire(ended)
         key = f"r{slot}g{generation}-{next(_ADDED)}"
         state = RankState(slot, self._spec.label(slot), key, slot, self._node.own, slot - first)
@@ -159,8 +159,8 @@ class RankGroup:
         local_rank = state.slot - self._node.first_rank
         env = rank_environment(self._spec, self._node, local_rank, self._attempt, self._shared_env)
         scratch = str(self._scratch / f"{self._attempt}-{state.key}")
-        own = {"key": state.key, "rank": state.slot, "env": {**env, **more}, "scratch": scratch}
-        self._fork({**common, **own}, state, self._selector)
+        of_rank = {"key": state.key, "rank": state.slot, "env": {**env, **more}, "scratch": scratch}
+        self._fork({**common, **of_rank}, state, self._selector)
 
     def _fork(self, request: messages.Message, state: RankState, selector: selectors.BaseSelector) -> None:
         log = RankLog(self._spec.log_dir, state.slot, self._console.notice)

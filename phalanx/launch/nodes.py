@@ -178,16 +178,16 @@ class NodeGroup:
     def _read_nodes(self, list_at: tuple[str, int] | None) -> dict[str, Entry]:
         """Read the list of all nodes from one that has it, and let others read it from this one."""
         key = f"{NODES}/{self._round}"
-        found = b""
+        content = b""
         if list_at is not None:
             with contextlib.suppress(DistNetworkError, DistStoreError):  # it was lost since: the leader has it, too
                 near = self._signed(open_store(*list_at, self._silence, is_master=False), "phalanx")
                 near.wait([key], timedelta(seconds=self._silence))
-                found = near.get(key)
+                content = near.get(key)
         assert self._attempt_store is not None, "opened before"
-        found = found or self._attempt_store.get(NODES)
-        self._signed(self._standby, "phalanx").set(key, found.decode())
-        nodes: dict[str, Entry] = json.loads(found)
+        content = content or self._attempt_store.get(NODES)
+        self._signed(self._standby, "phalanx").set(key, content.decode())
+        nodes: dict[str, Entry] = json.loads(content)
         return nodes
 
     def _look_for_signpost(self) -> None:
@@ -218,10 +218,10 @@ class NodeGroup:
         mailbox.post(self._leader, {"arrival": self._own, "node": self._entry})
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline and not mailbox.failed:
-            found = mailbox.receive()
-            for number, mail in enumerate(found):
+            mails = mailbox.receive()
+            for number, mail in enumerate(mails):
                 if "accept" in mail:
-                    self._unread += found[number + 1 :]
+                    self._unread += mails[number + 1 :]
                     place = mail["accept"]
                     self._nodes = {
                         node: {"host": host, "ranks": ranks, "standby": standby}
@@ -289,12 +289,12 @@ class NodeGroup:
         if self._mailbox is None:
             return []
         unread, self._unread = self._unread, []
-        found = [message for mail in (*unread, *self._mailbox.receive()) for message in self._read(mail)]
+        messages = [message for mail in (*unread, *self._mailbox.receive()) for message in self._read(mail)]
         if self._members is not None:
-            found += self._look_around(self._members, self._mailbox)
+            messages += self._look_around(self._members, self._mailbox)
         elif not self._may_change:
-            found += self._look_at_fixed(self._mailbox)
-        return [{**message, "attempt": self._attempt} for message in found]
+            messages += self._look_at_fixed(self._mailbox)
+        return [{**message, "attempt": self._attempt} for message in messages]
 
     def _read(self, mail: Mail) -> list[Message]:
         """Take what a message says about the nodes; return what the launcher has to know, its kind first."""
@@ -478,8 +478,8 @@ def describe(node: str, nodes: Mapping[str, Entry]) -> str:
     """Return a node in words: "1 (host, ranks 8-15)"."""
     node_rank = list(nodes).index(node)
     first = sum(entry["ranks"] for entry in list(nodes.values())[:node_rank])
-    own = nodes[node]
-    return f"{node_rank} ({own['host']}, {ranks_text(range(first, first + own['ranks']))})"
+    described = nodes[node]
+    return f"{node_rank} ({described['host']}, {ranks_text(range(first, first + described['ranks']))})"
 
 
 def open_store(host: str, port: int, seconds: float, *, is_master: bool) -> TCPStore:

@@ -50,26 +50,26 @@ class Probes:
         for connection in self._open.values():
             poll.register(connection, select.POLLOUT)
         ready = {descriptor for descriptor, _ in poll.poll(0)} if self._open else set()
-        now, found = time.monotonic(), dict[str, bool | None]()
+        now, answers = time.monotonic(), dict[str, bool | None]()
         for name, connection in list(self._open.items()):
             if connection.fileno() in ready:
                 error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                found[name] = {0: True, errno.ECONNREFUSED: False}.get(error)
+                answers[name] = {0: True, errno.ECONNREFUSED: False}.get(error)
             elif now - self._asked[name] > self._seconds:
-                found[name] = None
-            if name in found:
+                answers[name] = None
+            if name in answers:
                 self._open.pop(name).close()
-        return found
+        return answers
 
 
 def ask_all(addresses: Mapping[str, Address], seconds: float) -> dict[str, bool | None]:
     """Ask nodes, and wait for their answers."""
-    probes, found = Probes(seconds), dict[str, bool | None]()
+    probes, answers = Probes(seconds), dict[str, bool | None]()
     probes.ask(addresses)
-    while len(found) < len(addresses):
-        found |= probes.answers()
-        time.sleep(_POLL_SECONDS if len(found) < len(addresses) else 0.0)
-    return found
+    while len(answers) < len(addresses):
+        answers |= probes.answers()
+        time.sleep(_POLL_SECONDS if len(answers) < len(addresses) else 0.0)
+    return answers
 
 
 class NeighbourWatch:

@@ -229,16 +229,19 @@ class ElasticControl:
 
     def _find_silent(self) -> list[RankState]:
         """Return ranks to be killed: those stopped for too long, and late ones that make no progress either."""
-        now, limit, found = time.monotonic(), self._elastic.silence_seconds, []
+        now, limit, stopped = time.monotonic(), self._elastic.silence_seconds, []
         for state in self._context.group.alive:
             if state.pid is None or not is_stopped(state.pid):
                 state.stopped_since = None
             elif state.stopped_since is None:
                 state.stopped_since = now
             elif now - state.stopped_since >= limit:
-                found.append(state)
+                stopped.append(state)
         late = self.node.late_here
-        return [*found, *(state for state in self._context.group.alive if state.key in late and self._is_stuck(state))]
+        return [
+            *stopped,
+            *(state for state in self._context.group.alive if state.key in late and self._is_stuck(state)),
+        ]
 
     def _is_stuck(self, state: RankState) -> bool:
         """Whether a rank of this node, which does not leave or join, makes no progress either."""
@@ -286,8 +289,8 @@ class ElasticControl:
         self._context.rendezvous.post(action.to, encode(action.message))
 
     def _accept(self, action: Accept) -> None:
-        own, view = self._context.node, self.node.view
-        place = {"master_addr": own.master_addr, "master_port": own.master_port, "term": view.term, **action.place}
+        here, view = self._context.node, self.node.view
+        place = {"master_addr": here.master_addr, "master_port": here.master_port, "term": view.term, **action.place}
         nodes = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
         self._context.rendezvous.post(action.node, {"accept": {**place, "nodes": nodes}})
 

@@ -297,16 +297,16 @@ class ElasticGroup:
         nodes = self._view.nodes
         self._losses[rank.node].append(self.now)
         recent = {name: sum(self.now - at < RECENT_SECONDS for at in self._losses[name]) for name in nodes}
-        own = recent.pop(rank.node, 0)
+        losses = recent.pop(rank.node, 0)
         if rank.node in nodes:
-            self._change_view({rank.node: replace(nodes[rank.node], losses=own)})
-        if rank.node not in (self._own, "") and rank.node in nodes and fails_too_often(own, list(recent.values())):
+            self._change_view({rank.node: replace(nodes[rank.node], losses=losses)})
+        if rank.node not in (self._own, "") and rank.node in nodes and fails_too_often(losses, list(recent.values())):
             host = nodes[rank.node].host
-            self._send(rank.node, LeftOut(f"{own} ranks of {host} have failed, far more than elsewhere"))
+            self._send(rank.node, LeftOut(f"{losses} ranks of {host} have failed, far more than elsewhere"))
             self._change_view(self._view.without([rank.node]))
             self.starting.pop(rank.node, None)
             lost = [member for member in self.members if member.node == rank.node]
-            how = f"{how}; its node {host} has failed {own} times and is left out"
+            how = f"{how}; its node {host} has failed {losses} times and is left out"
             survived = self.lose(lost, how, replaceable=False)
         else:
             survived = self.lose([rank], how)
@@ -390,15 +390,15 @@ class ElasticGroup:
         return True
 
     def _facts(self, lost: list[Rank], replaceable: bool) -> Facts:
-        gone = {rank.key for rank in lost}
-        others = [rank for rank in self.members if rank.key not in gone]
+        keys = {rank.key for rank in lost}
+        remaining = [rank for rank in self.members if rank.key not in keys]
         return Facts(
             lost=[rank.code or 0 for rank in lost],
-            present=sum(rank.key in self._holders and rank.alive for rank in others),
+            present=sum(rank.key in self._holders and rank.alive for rank in remaining),
             spares=len(self.spares),
             size=self.size,
             sizes=self.sizes.allowed,
-            ended=sum(not rank.alive for rank in others),
+            ended=sum(not rank.alive for rank in remaining),
             failures=self._count(),
             max_restarts=self._max_restarts,
             without_progress=self._without_step,
@@ -407,10 +407,10 @@ class ElasticGroup:
         )
 
     def _execute(self, decision: Decision, lost: list[Rank], how: str) -> None:
-        gone = {rank.key for rank in lost}
-        self.members = [rank for rank in self.members if rank.key not in gone]
+        keys = {rank.key for rank in lost}
+        self.members = [rank for rank in self.members if rank.key not in keys]
         for awaited in (self._keys, self._finished, self._unjoined, self._unready, self._unaborted):
-            awaited -= gone
+            awaited -= keys
         for rank in lost:
             self.actions.append(Tell(RankLost(rank.rank, how, decision.kind, decision.size, decision.why).to_dict()))
         self.size = decision.size
@@ -595,13 +595,13 @@ class ElasticGroup:
         """Let ranks without a place wait, as far as the run may use them; the others end, and free their memory."""
         self._holders &= self._keys
         keys = {rank.key for rank in chosen}
-        rest = [rank for rank in self.spares + self.members if rank.key not in keys]
+        waiting = [rank for rank in self.spares + self.members if rank.key not in keys]
         kept = max(self._elastic.spares, self.sizes.most - self.size)
-        self.spares = rest[:kept]
-        for rank in rest[:kept]:
+        self.spares = waiting[:kept]
+        for rank in waiting[:kept]:
             rank.dismissed = False
             self._order(rank, Wait())
-        for rank in rest[kept:]:
+        for rank in waiting[kept:]:
             rank.dismissed = True
             self._order(rank, End())
 

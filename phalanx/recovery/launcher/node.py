@@ -150,8 +150,8 @@ class Node:
         keys = {rank.rank: rank for rank in self.here.values()}
         for name, ranks in self.view.ranks_by_node().items():
             for local_rank, rank in enumerate(ranks):
-                own = keys[rank] if name == self.own else None
-                members.append(own or Rank(f"r{rank}", name, rank, rank, local_rank))
+                here = keys[rank] if name == self.own else None
+                members.append(here or Rank(f"r{rank}", name, rank, rank, local_rank))
         return self._group(members)
 
     def _group(self, members: Iterable[Rank]) -> ElasticGroup:
@@ -182,11 +182,11 @@ class Node:
                 else:
                     self._note(action)
                     self._actions.append(action)
-        for node, found in orders.items():
+        for node, of_node in orders.items():
             if node == self.own:
-                self._on_orders(node, Orders(tuple(found)))
+                self._on_orders(node, Orders(tuple(of_node)))
             elif node in self.view.nodes:
-                self._send(node, Orders(tuple(found)))
+                self._send(node, Orders(tuple(of_node)))
 
     def _note(self, action: Action) -> None:
         if isinstance(action, Retire):
