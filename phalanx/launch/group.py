@@ -108,7 +108,7 @@ class RankGroup:
 
     def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector, scratch: Path) -> None:
         """Fork every rank and listen to them; each has a folder for its sockets in `scratch`."""
-        selector.register(self._events, selectors.EVENT_READ, self._take_events)
+        selector.register(self._events, selectors.EVENT_READ, self._on_events)
         self._selector, self._attempt, self._shared_env, self._scratch = selector, attempt, shared_env, scratch
         for state in self.ranks.values():
             self._start_rank(state)
@@ -215,7 +215,7 @@ class RankGroup:
         selector.register(pump, selectors.EVENT_READ, pass_on)
         return pump
 
-    def take_message(self, message: ProcessStarted | ProcessExited | ProcessRefused) -> RankState | None:
+    def on_message(self, message: ProcessStarted | ProcessExited | ProcessRefused) -> RankState | None:
         """Note a message of the fork server; return the rank that it is about, if any."""
         state = self.ranks.get(message.key)
         if state is None:
@@ -229,7 +229,7 @@ class RankGroup:
             self._console.notice(f"rank {state.rank} could not be started: {message.why}")
         return state
 
-    def _take_events(self) -> None:
+    def _on_events(self) -> None:
         for data in messages.read_available(lambda: self._events.recv(_EVENT_BYTES)):
             self.on_event(json.loads(data))
 
@@ -252,7 +252,7 @@ class RankGroup:
 
     def close(self, selector: selectors.BaseSelector, *, failed: bool = False) -> None:
         """Pass on the last output and events, close everything and remove empty files; a report may name the logs."""
-        self._take_events()
+        self._on_events()
         selector.unregister(self._events)
         self._events.close()
         self._events_far.close()

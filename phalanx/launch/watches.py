@@ -44,9 +44,9 @@ class StartupNotices:
         self._serving = False
         self._reminder: Reminder | None = Reminder(now, IMPORT_MOMENTS)
         if serving:
-            self.take_serving(now)
+            self.on_serving(now)
 
-    def take_serving(self, now: float) -> None:
+    def on_serving(self, now: float) -> None:
         """Note that the fork server has answered: torch is imported."""
         if not self._serving:
             self._serving = True
@@ -59,7 +59,7 @@ class StartupNotices:
         if changed:
             self._reminder = Reminder(now, NODES_MOMENTS)
 
-    def take_gathered(self, now: float) -> None:
+    def on_gathered(self, now: float) -> None:
         """Note that all nodes are here."""
         self._arrived = self._num_nodes
         if self._serving:
@@ -119,7 +119,7 @@ class StartWatch:
     _ended: set[int] = field(default_factory=set)
     _reminder: Reminder | None = None
 
-    def take_process(self, state: RankState, now: float) -> None:
+    def on_process(self, state: RankState, now: float) -> None:
         """Note that a rank has been forked, has ended, or could not be started."""
         self._begun.add(state.slot)
         if self._all_begun is None and len(self._begun) == len(self.ranks):
@@ -129,7 +129,7 @@ class StartWatch:
             self._ended.add(state.slot)
             self._waiting.pop(state.slot, None)
 
-    def take_event(self, event: dict[str, Any], now: float) -> None:
+    def on_event(self, event: dict[str, Any], now: float) -> None:
         """Note a rank entering or leaving init_process_group."""
         rank = event.get("rank")
         if not isinstance(rank, int):

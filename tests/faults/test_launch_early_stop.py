@@ -124,7 +124,7 @@ def test_a_signal_for_a_rank_that_was_just_forked_is_neither_lost_nor_ours(tmp_p
             # Right behind the request to fork: it arrives before the child has done anything.
             group.signal(signal.SIGTERM)
             while group.alive:
-                group.take_message(parse(session.receive()))
+                group.on_message(parse(session.receive()))
             group.close(selector)
         assert [state.code for state in group.ranks.values()] == [-signal.SIGTERM]
     session.close()
