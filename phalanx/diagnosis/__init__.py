@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from phalanx.diagnosis.numbers import NumberWatch
     from phalanx.diagnosis.out_of_memory import MemoryWatch
     from phalanx.diagnosis.point_to_point import record_messages
-    from phalanx.diagnosis.records import Joined
+    from phalanx.diagnosis.records import CallHistory
     from phalanx.diagnosis.stacks import latest_dump
 
 _NAMES = {
@@ -41,16 +41,16 @@ _NAMES = {
     ".numbers": "NumberWatch",
     ".out_of_memory": "MemoryWatch",
     ".point_to_point": "record_messages",
-    ".records": "Joined",
+    ".records": "CallHistory",
     ".stacks": "latest_dump",
 }
 __getattr__ = lazy_names(__name__, _NAMES)
 
 __all__ = [
     "Blame",
+    "CallHistory",
     "Diagnosis",
     "Evidence",
-    "Joined",
     "MemoryWatch",
     "NumberWatch",
     "RankExit",

@@ -14,7 +14,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from phalanx.diagnosis.records import Joined, began, to_call, with_batch_ends
+from phalanx.diagnosis.records import CallHistory, began, to_call, with_batch_ends
 from phalanx.observe.call_ring import pick_line
 from phalanx.observe.sinks import announce
 from phalanx.torch_compat import (
@@ -101,7 +101,7 @@ class OverdueWatch:
 
 
 def _is_late(record: Any, now: float) -> bool:
-    return began(record) >= Joined.at and now - began(record) > record["timeout_ms"] / 1e3
+    return began(record) >= CallHistory.since and now - began(record) > record["timeout_ms"] / 1e3
 
 
 def _distributed_frame(frame: FrameType | None) -> FrameType | None:

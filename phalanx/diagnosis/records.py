@@ -31,23 +31,23 @@ MessageKey = tuple[str, str, int]
 """A group's name, "send" or "recv", and the other rank in the group."""
 
 
-class Joined:
-    """Since when this process is in its process groups; the names of earlier ones may be used again."""
+class CallHistory:
+    """Which calls of this process count: those since it joined its groups, whose names earlier ones may have had."""
 
-    at: ClassVar[float] = 0.0
+    since: ClassVar[float] = 0.0
     messages: ClassVar[Counter[MessageKey]] = Counter()
     """How many messages were sent or requested over nccl since then: torch numbers them otherwise at each end."""
 
     @classmethod
     def begin(cls) -> None:
         """Forget what was called in earlier groups."""
-        cls.at = time.time()
+        cls.since = time.time()
         cls.messages.clear()
 
 
 def read_calls_here() -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
     """Return the calls of this process, the oldest first, and the ranks of each group by its name."""
-    calls, groups = to_calls(flight_records(), group_ranks(), Joined.messages)
+    calls, groups = to_calls(flight_records(), group_ranks(), CallHistory.messages)
     ring = call_ring()
     if ring is not None:
         calls, groups = calls + ring.to_dicts(), {**groups, **ring.groups}
@@ -61,7 +61,7 @@ def to_calls(
 
     `messages`: how many were sent or requested in all, of which the records have the last ones.
     """
-    current = [record for record in with_batch_ends(records) if began(record) >= Joined.at]
+    current = [record for record in with_batch_ends(records) if began(record) >= CallHistory.since]
     calls = [to_call(record) for record in current if not record["is_p2p"]]
     members_of = {name: list(ranks) for name, ranks in groups.items()}
     remaining = Counter(messages)

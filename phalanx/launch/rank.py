@@ -144,7 +144,7 @@ def announce_joining(rank: int) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         announce("joining", rank)
-        feature("diagnosis").Joined.begin()
+        feature("diagnosis").CallHistory.begin()
         original(*args, **kwargs)
         announce("joined", rank)
 
