@@ -494,7 +494,7 @@ class Launcher:
 
     def _tick_agent(self) -> None:
         self.look_around()
-        seconds = _AGENT_SECONDS * self.plan.coarseness
+        seconds = _AGENT_SECONDS * (1.0 if self.leads else self.plan.coarseness)
         self.clock.later(seconds * self.cluster.rng.uniform(0.9, 1.1), self.guard(self._tick_agent))
 
     def _look_soon(self) -> None:

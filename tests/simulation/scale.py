@@ -25,6 +25,7 @@ from phalanx.launch import membership
 from phalanx.launch.environment import NodeInfo
 from phalanx.recovery.launcher import node, protocol, view
 from phalanx.recovery.launcher.view import GroupView
+from phalanx.recovery.messages import FromRank
 from tests.simulation.cluster import Cluster
 from tests.simulation.launcher import Launcher
 from tests.simulation.plan import Plan
@@ -89,6 +90,7 @@ class ManyNodes(Cluster):
         self._machines_of: tuple[Any, list[Any]] = (None, [])
         self._entries: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._leading: Launcher | None = None
+        self._sizes: dict[type, int] = {}
         self.cpu = 0.0
         self.only: tuple[str, ...] = ()
         """The events to measure; none: all."""
@@ -128,10 +130,17 @@ class ManyNodes(Cluster):
         return actions
 
     def size(self, mails: Any) -> int:
-        """Return the bytes of mail; a long batch is estimated from its first messages."""
-        if isinstance(mails, list) and len(mails) > 4:
-            return super().size(mails[:4]) * len(mails) // 4
-        return super().size(mails)
+        """Return the bytes of mail; reports of ranks have the size of the first one of their kind."""
+        return sum(map(self._size_of, mails))
+
+    def _size_of(self, mail: Any) -> int:
+        wire = (mail[1] if isinstance(mail, tuple) else mail).get("wire")
+        if not isinstance(wire, FromRank):
+            return super().size(mail)
+        kind = type(wire.message)
+        if kind not in self._sizes:
+            self._sizes[kind] = super().size(mail)
+        return self._sizes[kind]
 
     def on_death(self, launcher: Launcher) -> None:
         """Let neighbours, and those that read in its store, notice that a launcher has ended."""
@@ -182,8 +191,13 @@ class ManyNodes(Cluster):
         leading = None if self._leading is None else self._leading.node
         return leading is not None and leading.group is not None and leading.group.is_settled
 
-    def measure(self, what: str, cause: Callable[[], None], decided: Callable[[], bool], limit: float = 300.0) -> None:
-        """Let something happen; note when it is decided and when all train again, and what it costs."""
+    def measure(
+        self, what: str, cause: Callable[[], None], decided: Callable[[], bool], limit: float = 300.0, every: int = 64
+    ) -> None:
+        """Let something happen; note when it is decided and when all train again, and what it costs.
+
+        `every`: after how many events it is looked at.
+        """
         if self.only and what not in self.only:
             return
         self.sent.clear(), self.received.clear(), self.bytes.clear()
@@ -194,12 +208,12 @@ class ManyNodes(Cluster):
         seen = [-1]
 
         def look() -> bool:
-            due = self.clock.handled % 64 == 0
+            due = self.clock.handled % every == 0
             if not at and (due or len(self.decisions) != seen[0]):
                 seen[0] = len(self.decisions)
                 if decided():
                     at.append(self.clock.now)
-            return bool(at) and (self.is_over() or (due and self.is_training()))
+            return bool(at) and due and (self.is_over() or self.is_training())
 
         self.clock.run(began + limit, look)
         busiest = max(
@@ -233,7 +247,7 @@ def run(nodes: int, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         max_restarts=1_000,
         silence=_SILENCE,
         process_seconds=(3.0, 5.0),
-        coarseness=5.0,
+        coarseness=10.0,
     )
     cluster = ManyNodes(plan)
     cluster.only = only
@@ -277,7 +291,7 @@ def run(nodes: int, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     cluster.rows.append(row)
     print(json.dumps(row), flush=True)
 
-    cluster.measure("the end", cluster.finish, cluster.is_over, limit=60.0)
+    cluster.measure("the end", cluster.finish, cluster.is_over, limit=60.0, every=1)
     print(
         json.dumps(
             {"nodes": nodes, "simulator MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "most": most}
@@ -303,6 +317,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     arguments = parser.parse_args()
     share_lists()
+    gc.set_threshold(1_000_000, 100, 100)  # millions of objects that live on: not looked through again and again
     rows = [row for nodes in arguments.nodes for row in run(nodes, tuple(arguments.only))]
     if arguments.output:
         arguments.output.write_text(json.dumps(rows, indent=1))
