@@ -178,6 +178,8 @@ class Node:
 
     def _collect(self) -> None:
         """Add what the group has decided: orders to the ranks of one node go in one message."""
+        if self.group is None or not self.group.actions:
+            return
         orders: defaultdict[str, list[tuple[str, Wire]]] = defaultdict(list)
         while self.group is not None and self.group.actions:
             decided, self.group.actions = self.group.actions, []
@@ -499,7 +501,10 @@ class Node:
         self._report(self._hello())
 
     def _hello(self) -> Hello:
-        return Hello(self._facts(), self.view.term, self.view.version, tuple(self.view.recent[-_KNOWN_CHANGES:]))
+        *before, last = self.view.recent[-_KNOWN_CHANGES:] or [None]
+        changes = [change for change in before if not change.whole]  # one that came late: the others know it in parts
+        changes += [last] if last is not None else []
+        return Hello(self._facts(), self.view.term, self.view.version, tuple(changes))
 
     def _on_hello(self, sender: str, message: Hello) -> None:
         takeover = self._takeover
