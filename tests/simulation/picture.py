@@ -91,7 +91,10 @@ def growth(rows: Rows, key: str) -> dict[str, float]:
     """Return for each event the exponent with which a value grew between the largest two sizes; N log N is 1.1."""
     found = {}
     for what in _EVENTS:
-        *_, (smaller, before), (larger, after) = sorted((row["nodes"], row[key]) for row in rows if row["what"] == what)
+        points = sorted((row["nodes"], row[key]) for row in rows if row["what"] == what)
+        if len(points) < 2:
+            continue
+        (smaller, before), (larger, after) = points[-2:]
         found[what] = round(math.log(max(after, 0.01) / max(before, 0.01)) / math.log(larger / smaller), 2)
     return found
 
