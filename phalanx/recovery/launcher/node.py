@@ -501,10 +501,10 @@ class Node:
         self._report(self._hello())
 
     def _hello(self) -> Hello:
-        *before, last = self.view.recent[-_KNOWN_CHANGES:] or [None]
-        changes = [change for change in before if not change.whole]  # one that came late: the others know it in parts
-        changes += [last] if last is not None else []
-        return Hello(self._facts(), self.view.term, self.view.version, tuple(changes))
+        recent = self.view.recent[-_KNOWN_CHANGES:]
+        # A node that came late has got the whole view once: the others know it in parts.
+        changes = tuple(change for change in recent if not change.whole or change is recent[-1])
+        return Hello(self._facts(), self.view.term, self.view.version, changes)
 
     def _on_hello(self, sender: str, message: Hello) -> None:
         takeover = self._takeover
