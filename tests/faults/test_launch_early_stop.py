@@ -125,7 +125,7 @@ def test_a_signal_for_a_rank_that_was_just_forked_is_neither_lost_nor_ours(tmp_p
             # Right behind the request to fork: it arrives before the child has done anything.
             group.signal(signal.SIGTERM)
             while group.alive:
-                group.take_message(parse(session.receive()))
+                group.on_message(parse(session.receive()))
             group.close(selector)
         assert [state.code for state in group.ranks.values()] == [-signal.SIGTERM]
     session.close()
@@ -200,10 +200,10 @@ def test_a_single_machine_reports_what_it_waits_for_and_stops_on_a_signal(
                 asked.append(time.monotonic())
                 os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(watches, "MACHINES_MOMENTS", (0.05, 30.0))
+    monkeypatch.setattr(watches, "NODES_MOMENTS", (0.05, 30.0))
     endpoint = _free_endpoint()
     run = launch_script("pass", Impatient(), num_nodes=2, node_rank=node_rank, rdzv_endpoint=endpoint)
-    waiting = f"waiting for 1 of 2 machines at {endpoint}{silence}"
+    waiting = f"waiting for 1 of 2 nodes at {endpoint}{silence}"
     assert run.console.notices == [waiting, f"{number.name}: stopping"]
     assert run.result.exit_code == code
     assert run.report == f"stopped by {number.name} while {waiting}; no rank had started."

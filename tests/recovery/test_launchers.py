@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from phalanx.diagnosis import Diagnosis
 from phalanx.errors import EXIT_USAGE, CommunicationError
+from phalanx.host.job_secret import VARIABLE
 from phalanx.host.lost_peers import lost_peers
-from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.host.signed_store import sign_store
 from phalanx.host.wire import decode, encode
 from phalanx.launch.context import LauncherContext
 from phalanx.launch.environment import NodeInfo
@@ -89,6 +90,20 @@ def test_a_message_that_was_counted_and_not_written_holds_nothing_up(mailbox):
     mailbox._exchange_as_leader()
     mailbox._exchange_as_leader()
     assert mailbox.receive() == [{"number": 1}]
+
+
+def test_a_message_to_several_machines_is_written_once(mailbox):
+    mailbox.serve(["00001", "00002", "00003", "00004"])
+    mailbox.post(["00003", "00004"], {"number": 1})
+    mailbox._exchange_as_leader()
+    written = [json.loads(mailbox._store.get(f"mail/{node}/1")) for node in ("00003", "00004")]
+    assert written == [["all/1"], ["all/1"]]
+    assert json.loads(mailbox._store.get("all/1")) == {"number": 1, "sender": "00002"}
+    assert not mailbox._store.check(["mail/00001/1"])
+    assert mailbox.receive() == []
+    mailbox._written_at[0] = (time.monotonic() - 4000.0, "all/1")  # nobody reads it any more
+    mailbox._exchange_as_leader()
+    assert not mailbox._store.check(["all/1"])
 
 
 def test_a_message_from_outside_the_job_is_refused_and_the_next_one_is_read(mailbox, capsys):
@@ -218,8 +233,7 @@ def test_a_new_leader_knows_a_machine_that_came_late():
     assert launcher.kinds(NodesChanged) == [NodesChanged({"00004": came, "00003": None}, 1)]
     launcher.happen(LeaderLost("00002", ("10.0.0.2", 1), 1))
     facts = RankFacts("r3", 3, 2, 0, None, True, None)
-    launcher.happen(Mailed("00004", hello(facts, version=1)))
-    sent = launcher.happen(Tick())
+    sent = launcher.happen(Mailed("00004", hello(facts, version=1)))  # the last one that may report
     assert ("00004", Orders) in [(to, type(message)) for to, message in sent], "its ranks get orders"
 
 
@@ -311,7 +325,7 @@ def control(tmp_path):
         target=CallTarget("m:f", ""), ranks_per_node=1, log_dir=tmp_path, elastic=Elastic((3, 2, 1)), max_restarts=3
     )
     machines = [["00001", "a", 1, None], ["00002", "b", 1, None], ["00003", "c", 1, None]]
-    node = NodeInfo(1, 3, 1, 3, "127.0.0.1", 1, own="00002", leader="00001", machines=machines)
+    node = NodeInfo(1, 3, 1, 3, "127.0.0.1", 1, own="00002", leader="00001", nodes=machines)
     sent: list[tuple[str, Any]] = []
     rendezvous = SimpleNamespace(has_other_nodes=True, post=lambda to, mail: sent.append((to, decode(mail))))
     console = SimpleNamespace(handle=lambda event: None, notice=lambda text: None)
@@ -333,7 +347,7 @@ def test_a_machine_that_does_not_decide_passes_requests_on(control, monkeypatch)
     control.control.check(time.monotonic())
     assert control.sent == [("00001", ResizeAsked(2))]
     assert not (control.logs / "ranks.request").exists()
-    refused = "no machine has room for 2 ranks."
+    refused = "no node has room for 2 ranks."
     control.control.handlers["mail"]({"sender": "00001", **encode(ResizeAnswer(refused))})
     assert json.loads((control.logs / "ranks.answer").read_text()) == {"refused": refused}
 

@@ -13,6 +13,15 @@ from phalanx.launch.membership import changed
 from phalanx.recovery.messages import NodeView, ViewChange
 
 _RECENT = 16
+_NOBODY: Mapping[str, NodeView] = {}
+
+
+def came_or_went(
+    before: Mapping[str, NodeView], after: Mapping[str, NodeView], change: ViewChange
+) -> Mapping[str, NodeView | None]:
+    """Return the nodes that a change has added, and as None those that it has removed."""
+    names = [*before, *change.nodes] if change.whole else change.nodes
+    return {name: after.get(name) for name in names if (name in before) != (name in after)}
 
 
 class GroupView:
@@ -40,7 +49,7 @@ class GroupView:
             return False
         self.version, self.term = change.version, max(change.term, self.term)
         self.generation, self.failures = change.generation, change.failures
-        self.nodes = changed({} if change.whole else self.nodes, change.nodes)
+        self.nodes = changed(_NOBODY if change.whole else self.nodes, change.nodes)
         self.recent = [*self.recent[-_RECENT + 1 :], change]
         return True
 
@@ -60,11 +69,11 @@ class GroupView:
 
     def ranks_by_node(self) -> dict[str, range]:
         """Return which ranks of the present group each node runs: in the order of the start, then in that of names."""
-        found, first = {}, 0
+        ranks, first = {}, 0
         for name in sorted(self.nodes) if self.generation else self.nodes:
-            found[name] = range(first, first + self.nodes[name].ranks)
+            ranks[name] = range(first, first + self.nodes[name].ranks)
             first += self.nodes[name].ranks
-        return found
+        return ranks
 
     def with_ranks(self, counts: Mapping[str, int]) -> dict[str, NodeView | None]:
         """Return the nodes whose number of ranks differs from `counts`, with the new number."""
