@@ -77,8 +77,8 @@ test: $(VENV)/.test ## run the whole suite, in JOBS processes
 test-all: $(VENV)/.test ## the suite with the proofs that take long: three quarters of an hour on two cores
 	PHALANX_ALL_TESTS=1 $(PYTEST)
 
-simulate: $(VENV)/.test ## run SEEDS (100,000) histories of simulated launchers with faults: most of an hour
-	$(BIN)/python -m tests.simulation --seeds 0 $(or $(SEEDS),100000)
+simulate: $(VENV)/.test ## run SEEDS (100,000) histories of simulated launchers with faults: over an hour; a run that was cut continues
+	$(BIN)/python -m tests.simulation --seeds 0 $(or $(SEEDS),100000) --progress build/simulation.json
 
 test-torch: ## use Phalanx with the newest torch of the index and the oldest allowed, without constraints (VERSIONS="2.13.0 ...")
 	$(PYTHON) tools/try_versions.py torch $(VERSIONS)

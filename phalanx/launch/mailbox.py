@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,8 @@ _POLL_SECONDS = 0.05
 _BATCH_SECONDS = 0.005
 """Messages that are posted within this time travel together: the ranks of a node report at the same time."""
 _WAIT_SECONDS = 3600.0
+_KEPT_SECONDS = 3600.0
+"""So long a message to several nodes stays in the store: one that has not read it by then is long lost."""
 
 
 class Mailbox:
@@ -53,7 +55,7 @@ class Mailbox:
         self._store: Any = connect()
         self._reading: Any = self._store if self._leads else connect()
         self._others: tuple[str, ...] = ()
-        self._out: deque[tuple[str, Mail]] = deque()
+        self._out: deque[tuple[str | Sequence[str], Mail]] = deque()
         self._in: deque[Mail] = deque()
         self._read = 0
         self._missing: list[int] = []
@@ -61,6 +63,8 @@ class Mailbox:
         self._written: Counter[str] = Counter()
         """As the leader: how many messages each node was sent."""
         self._beats = self._bodies = 0
+        self._written_at: deque[tuple[float, str]] = deque()
+        """As the leader: when bodies that several nodes read were written."""
         self._seen: dict[str, Any] = {}
         self.contact = time.monotonic()
         """When the store has answered last."""
@@ -84,8 +88,8 @@ class Mailbox:
         """As the leader: let messages to `ALL` reach these nodes, and read their heartbeats."""
         self._others = tuple(node for node in nodes if node != self._own)
 
-    def post(self, to: str, message: Mail) -> None:
-        """Send a message to the launcher of a node, or to `ALL`."""
+    def post(self, to: str | Sequence[str], message: Mail) -> None:
+        """Send a message to the launcher of a node, to `ALL`, or as the leader to those of several nodes."""
         self._out.append((to, {**message, "sender": self._own}))
         self._wakeup.set()
 
@@ -160,17 +164,20 @@ class Mailbox:
 
     def _distribute(self) -> None:
         """Write what this node has posted, and what others have sent through it."""
+        while self._written_at and self._written_at[0][0] < time.monotonic() - _KEPT_SECONDS:
+            self._store.delete_key(self._written_at.popleft()[1])
         batches: defaultdict[str, list[Any]] = defaultdict(list)
         while self._out:
             to, message = self._out.popleft()
             if to == self._own or to == ALL:
                 self._in.append(message)
                 self._notify()
-            if to == ALL:
+            if to == ALL or not isinstance(to, str):
                 self._bodies += 1
                 body = f"{ALL}/{self._bodies}"
                 self._store.set(body, json.dumps(message))
-                for node in self._others:
+                self._written_at.append((time.monotonic(), body))
+                for node in self._others if to == ALL else to:
                     batches[node].append(body)
             elif to != self._own:
                 batches[to].append(message)

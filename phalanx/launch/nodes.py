@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -222,7 +222,7 @@ class NodeGroup:
             for number, mail in enumerate(mails):
                 if "accept" in mail:
                     self._unread += mails[number + 1 :]
-                    place = mail["accept"]
+                    place = {**mail["accept"], **mail["places"][self._own]}
                     self._nodes = {
                         node: {"host": host, "ranks": ranks, "standby": standby}
                         for node, host, ranks, standby in place["nodes"]
@@ -275,10 +275,10 @@ class NodeGroup:
         if self._mailbox is not None and self._leads:
             self._mailbox.serve(self._nodes)
 
-    def post(self, to: str, message: Message) -> None:
-        """Send a message to the launcher of a node, to `LEADER`, or to `ALL`."""
+    def post(self, to: str | Sequence[str], message: Message) -> None:
+        """Send a message to the launcher of a node, to those of several, to `LEADER`, or to `ALL`."""
         if "accept" in message and self._members is not None:
-            message["accept"] |= {"gone": list(self._members.gone), "new": [*self._members.new, to]}
+            message["accept"] |= {"gone": list(self._members.gone), "new": list(self._members.new)}
         if self._mailbox is not None:
             self._mailbox.post(self._leader if to == LEADER else to, message)
 

@@ -12,6 +12,7 @@ import secrets
 import selectors
 import socket
 import time
+from collections.abc import Sequence
 
 from phalanx.errors import ForkServerDiedError
 from phalanx.host import messages
@@ -122,10 +123,10 @@ class Rendezvous:
         """Report that all ranks of this node have succeeded; "all_ended" comes when those of all nodes have."""
         self.post(LEADER, {"node_finished": True})
 
-    def post(self, node: str, message: messages.Message) -> None:
-        """Send a message to the launcher of another node."""
+    def post(self, to: str | Sequence[str], message: messages.Message) -> None:
+        """Send a message to the launcher of another node, or to those of several."""
         if self.has_other_nodes:
-            self._send({"post": message, "to": node})
+            self._send({"post": message, "to": to})
 
     def _send(self, message: messages.Message) -> None:
         if self._outbox is not None:

@@ -89,6 +89,16 @@ class Position(Wire):
 
 
 @dataclass(frozen=True)
+class Place(Wire):
+    """What of a `Position` differs between the ranks of a group; the rest is sent once, before it (`Formation`)."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+
+@dataclass(frozen=True)
 class Wait(Wire):
     """There is no place in the next group: wait for one."""
 
@@ -207,6 +217,14 @@ class Orders(Wire):
     """Orders to ranks of one node, in one message, by the names of their processes."""
 
     orders: tuple[tuple[str, Wire], ...]
+
+
+@dataclass(frozen=True)
+class Formation(Wire):
+    """The next group, as the positions of all its ranks describe it: for 131,072 ranks one list of those lost."""
+
+    position: Position
+    """That of any rank."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import psutil
 import pytest
 from ranks import RecordingConsole, run_script, warm_pid
@@ -48,7 +49,7 @@ while True:
 def _supervisor(tmp_path, source, **variables):
     """Run a real supervisor; whatever the test finds, it does not outlive it."""
     (tmp_path / "train.py").write_text(source)
-    process = subprocess.Popen(
+    process = programs.Popen(
         [sys.executable, "-c", SUPERVISOR, str(tmp_path / "train.py"), str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
         text=True,
@@ -100,7 +101,7 @@ def test_a_stop_while_torch_is_imported_ends_everything_at_once(tmp_path, number
     variables = _slow_import(tmp_path)
     with _supervisor(tmp_path, "pass", **variables) as supervisor:
         _await_import(variables)
-        family = psutil.Process(supervisor.pid).children(recursive=True)
+        family = programs.started_by(supervisor)
         assert len(family) == 1, family
         supervisor.send_signal(number)
         words = _output(supervisor)
@@ -152,7 +153,7 @@ def _terminate(processes):
 def test_a_scheduler_that_signals_every_process_lets_the_ranks_save(tmp_path):
     with _supervisor(tmp_path, CHECKPOINTER) as supervisor:
         assert [supervisor.stdout.readline()[5:] for _ in range(2)] == ["ready\n"] * 2
-        family = psutil.Process(supervisor.pid).children(recursive=True)
+        family = programs.started_by(supervisor)
         helpers = [member for member in family if member.name() in ("phalanx-fork", "phalanx-store0")]
         _terminate(helpers)
         gone, _ = psutil.wait_procs(helpers, timeout=0.2)

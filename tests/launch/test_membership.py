@@ -58,6 +58,34 @@ def test_the_leader_asks_a_node_that_others_find_lost_before_it_decides():
     assert "00005" in leader.nodes
 
 
+def test_a_rack_that_is_lost_is_found_in_three_rounds():
+    """Its first node alone has a neighbour that is left; whoever is beside a lost one is asked as well."""
+    leader, rack = member(1, 200), {f"{number:05d}" for number in range(50, 114)}
+    leader.on_beats(dict.fromkeys(leader.nodes, 1), 0.0)
+    leader.on_accusation({f"{number:05d}": "ended" for number in (50, 51, 52)}, 0.1)
+    (asked,) = actions(leader, 0.2, Ask)
+    now = 0.2
+    for found in (3, 3 + 15, 64):
+        leader.on_answers({node: node not in rack for node in asked.nodes}, now + 0.1)
+        now += 0.2
+        decided = leader.check(now)
+        assert len(rack - leader.nodes.keys()) == found
+        asked = [action for action in decided if isinstance(action, Ask)][-1]
+    assert len(leader.nodes) == 200 - 64
+
+
+def test_a_node_that_misses_its_heartbeat_and_does_not_answer_is_lost_a_period_earlier():
+    """Of 16,384 nodes each sends a heartbeat every 8 s: one that is asked in vain is not waited for twice as long."""
+    leader = member(1, 16_384)
+    leader.on_beats(dict.fromkeys(leader.nodes, 1), 0.0)
+    leader.on_beats({node: 2 for node in leader.nodes if node != "00077"}, 9.0)
+    for neighbour in ("00002", "00003", "00004"):
+        leader.on_neighbour(neighbour, 17.0)
+    assert actions(leader, 17.5, Ask) == [Ask(("00077",))]
+    leader.on_answers({"00077": None}, 18.5)
+    assert actions(leader, 18.6, Lost) == [Lost(("00077",), ())]
+
+
 def test_a_leader_without_the_others_stops_before_they_go_on():
     leader, second = member(1), member(2)
     assert actions(leader, SILENCE + 2, Stop)

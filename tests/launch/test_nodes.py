@@ -182,7 +182,7 @@ def accept(machines: Machines, leader: int, news: dict[str, Any]) -> None:
     group = machines.groups[leader]
     group.change({news["arrival"]: news["entry"]}, 1)
     nodes = [[name, entry["host"], entry["ranks"], entry["standby"]] for name, entry in group._nodes.items()]
-    group.post(news["arrival"], {"accept": {"late": True, "nodes": nodes}})
+    group.post([news["arrival"]], {"accept": {"late": True, "nodes": nodes}, "places": {news["arrival"]: {}}})
 
 
 def test_a_machine_that_comes_late_is_known_to_all_and_may_take_over():

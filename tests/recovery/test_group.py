@@ -8,7 +8,7 @@ from phalanx.errors import EXIT_USAGE
 from phalanx.launch.spec import Elastic
 from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.policy import fails_too_often
-from phalanx.recovery.launcher.protocol import FillDue, GiveUp, Later, Rank, Send, Tell
+from phalanx.recovery.launcher.protocol import ArrivalsDue, FillDue, GiveUp, Later, Rank, Send, Tell
 from phalanx.recovery.launcher.view import GroupView
 from phalanx.recovery.messages import (
     Abort,
@@ -50,8 +50,7 @@ class Case:
                 elif isinstance(action, GiveUp):
                     self.given_up.append(action.cause)
                 elif isinstance(action, Later):
-                    assert action.event == FillDue()
-                    self.group.fill()
+                    {FillDue(): self.group.refill, ArrivalsDue(): self.group.take_in}[action.event]()
                 elif isinstance(action, Send) and isinstance(action.message, StartRanks):
                     self.started += action.message.count
 
@@ -85,8 +84,9 @@ class Case:
         self.act()
         return refused
 
-    def arrive(self, name: str, slots: int) -> None:
-        self.group.on_arrival(name, NodeView(name, slots), {})
+    def arrive(self, **slots: int) -> None:
+        for name, count in slots.items():
+            self.group.on_arrival(name, NodeView(name, count))
         self.act()
 
     def take(self, order: type) -> list[str]:
@@ -385,7 +385,7 @@ def test_where_the_data_shards_itself_the_number_of_ranks_stays():
         case.say(state, RankJoined(0, "The data shards itself."))
     refused = "1 ranks are not possible here. Possible: 2. The data shards itself."
     assert case.resize(1) == refused
-    case.arrive("b", 2)
+    case.arrive(b=2)
     assert case.group.is_settled
     assert not case.lose(case.ranks[1]), "a restart has as many ranks, fewer could not go on"
 
@@ -393,8 +393,23 @@ def test_where_the_data_shards_itself_the_number_of_ranks_stays():
 def test_machines_that_arrive_together_are_all_taken_in():
     case = Case(1, sizes=(3, 2, 1))
     case.join(*case.ranks)
-    case.arrive("b", 1)
-    case.arrive("c", 1)
+    version = case.view.version
+    case.arrive(b=1, c=1)
+    assert case.view.version == version + 1, "one change for both"
+    first, second = (new_rank(n, node) for n, node in ((1, "b"), (2, "c")))
+    case.ready(first)
+    assert not case.orders
+    case.ready(second)
+    assert case.take(LeaveAtStep) == ["r0"]
+    case.ready(*case.ranks)
+    assert case.forms()
+
+
+def test_machines_that_arrive_one_after_the_other_are_all_taken_in():
+    case = Case(1, sizes=(3, 2, 1))
+    case.join(*case.ranks)
+    case.arrive(b=1)
+    case.arrive(c=1)
     first, second = (new_rank(n, node) for n, node in ((1, "b"), (2, "c")))
     case.ready(first)
     case.ready(*case.ranks)
@@ -404,10 +419,20 @@ def test_machines_that_arrive_together_are_all_taken_in():
     assert case.take(LeaveAtStep) == ["r0", "r1"]
 
 
+def test_of_machines_that_arrive_together_one_that_is_lost_does_not_keep_out_the_others():
+    case = Case(1, sizes=(3, 2, 1), room=0)
+    case.join(*case.ranks)
+    case.arrive(b=1, c=1)
+    case.group.on_nodes_lost(["b"])
+    case.act()
+    case.ready(new_rank(2, "c"))
+    assert case.take(LeaveAtStep) == ["r0"]
+
+
 def test_a_machine_that_is_lost_before_its_ranks_are_ready_is_not_waited_for():
     case = Case(2, sizes=(4, 3, 2), room=0)
     case.join(*case.ranks)
-    case.arrive("b", 2)
+    case.arrive(b=2)
     assert not case.group.is_settled
     case.group.on_nodes_lost(["b"])
     case.act()

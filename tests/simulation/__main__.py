@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from pathlib import Path
 
 from tests.simulation.history import failure_of, run_seeds, shrink
 from tests.simulation.plan import draw
+from tests.simulation.progress import Progress, commit
 
 
 def main() -> int:
@@ -23,6 +24,7 @@ def main() -> int:
     )
     parser.add_argument("--ranks", action="store_true", help="print the messages of ranks and their orders, too")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--progress", type=Path, help="keep the results in this file, and continue a run that was cut")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         plan = draw(arguments.seed, arguments.nodes)
@@ -33,12 +35,15 @@ def main() -> int:
         print(plan, *failure.history, failure.violation or "all invariants hold", sep="\n")
         return int(failure.violation is not None)
     first, count = arguments.seeds or (0, 200)
-    began = time.process_time()
-    done, failed = run_seeds(range(first, first + count), arguments.nodes, arguments.seconds)
-    for seed, violation in failed.items():
-        print(f"seed {seed}: {violation}"[:300])
-    print(f"{done} histories, {len(failed)} failed, {time.process_time() - began:.1f} s of CPU time")
-    return int(bool(failed))
+    progress = Progress(range(first, first + count), arguments.nodes, arguments.progress)
+    if progress.done:
+        print(f"continues after {progress.done} histories")
+    run_seeds(progress, arguments.nodes, arguments.seconds)
+    for seed, text in progress.failed.items():
+        print(f"seed {seed}: {text}"[:300])
+    cost = f"{progress.cpu_seconds:.1f} s of CPU time, commit {commit()}"
+    print(f"{progress.done} of {count} histories, {len(progress.failed)} failed, {cost}")
+    return int(bool(progress.failed))
 
 
 sys.exit(main())

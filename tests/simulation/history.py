@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
 
 from tests.simulation.cluster import Cluster, Violation
 from tests.simulation.invariants import Unguaranteed
 from tests.simulation.plan import Plan, draw
+from tests.simulation.progress import Progress
+
+_SAVE_SECONDS = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +40,21 @@ def failure_of(plan: Plan, *, detailed: bool = False) -> Result:
     return Result(cluster.history, None, cluster)
 
 
-def run_seeds(
-    seeds: Iterable[int], most_nodes: int = 16, seconds: float = float("inf")
-) -> tuple[int, dict[int, Violation]]:
-    """Run the histories of seeds; return how many, and those that fail."""
-    began, done = time.monotonic(), 0
-    failed: dict[int, Violation] = {}
-    for seed in seeds:
-        if time.monotonic() - began > seconds:
-            break
-        violation = failure_of(draw(seed, most_nodes)).violation
-        done += 1
-        if violation is not None:
-            failed[seed] = violation
-    return done, failed
+def run_seeds(progress: Progress, most_nodes: int = 16, seconds: float = float("inf")) -> None:
+    """Run the histories of the seeds that are left, and note which of them fail."""
+    began = saved = time.monotonic()
+    try:
+        for seed in progress.rest:
+            if time.monotonic() - began > seconds:
+                break
+            used = time.process_time()
+            violation = failure_of(draw(seed, most_nodes)).violation
+            progress.note(seed, violation, time.process_time() - used)
+            if time.monotonic() - saved > _SAVE_SECONDS:
+                saved = time.monotonic()
+                progress.save()
+    finally:  # also of a run that is interrupted
+        progress.save()
 
 
 def shrink(plan: Plan) -> Plan:

@@ -55,7 +55,7 @@ class Invariants:
         present = group.arrived.get(number)
         if present is not None and present is not rank:
             self._fail("two ranks in one place", f"{present.key} and {rank.key} are rank {number} of {group.key}")
-        if rank in group.arrived.values():
+        if rank in group.numbers:
             self._fail("a rank in two places", f"{rank.key} in {group.key}")
 
     def on_group(self, group: RankGroup, *, from_memory: bool) -> None:

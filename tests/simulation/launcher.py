@@ -104,7 +104,7 @@ class Launcher:
         self._asked: dict[str, float] = {}
         self._signpost = False
         self._stopping = False
-        self._batching = False
+        self._batching = self._looks_soon = False
         self._waiting: list[Any] = []
         self._unread_batches: list[Any] = []
         self.clock.later(cluster.rng.uniform(0.0, 1.0), self.guard(self._connect))
@@ -393,7 +393,7 @@ class Launcher:
 
     # --- mail ---------------------------------------------------------------------------------------------------------
 
-    def _mail(self, to: str, mail: dict[str, Any]) -> None:
+    def _mail(self, to: str | tuple[str, ...], mail: dict[str, Any]) -> None:
         """Send mail through the leader, as the mailbox does; what is sent within a moment travels together."""
         self._out.append((to, {**mail, "sender": self.own}))
         if not self._batching:
@@ -426,18 +426,17 @@ class Launcher:
             else:
                 self._distribute(to, [mail])
 
-    def _distribute(self, to: str, mails: list[Any]) -> None:
+    def _distribute(self, to: str | tuple[str, ...], mails: list[Any]) -> None:
         room = (self.store, self.round)
         if to in (self.own, "leader", "all"):
             for mail in mails:
                 self.clock.later(0.0, self.guard(lambda mail=mail: self.on_mail(mail)))
-        names = (
-            [name for name in self.nodes if name != self.own]
-            if to == "all"
-            else [to]
-            if to not in (self.own, "leader")
-            else []
-        )
+        if to == "all":
+            names = [name for name in self.nodes if name != self.own]
+        elif isinstance(to, str):
+            names = [to] if to not in (self.own, "leader") else []
+        else:
+            names = list(to)
         size = self.cluster.size(mails)
         for name in names:
             other = self.cluster.by_name(name, room, self)
@@ -472,7 +471,7 @@ class Launcher:
             else:
                 self.cluster.unread.setdefault(self.number, []).append(mail)
         elif "accept" in mail and self.node is None:
-            place = mail["accept"]
+            place = {**mail["accept"], **mail["places"][self.own]}
             nodes = place.pop("nodes")
             self._start({**place, "leader": self.leader, "run_id": self.run_id}, nodes)
         elif "arrival" in mail and self.node is not None and not self._stopping:
@@ -480,7 +479,7 @@ class Launcher:
             self.handle(protocol.NodeArrived(mail["arrival"], entry["host"], entry["ranks"], tuple(entry["standby"])))
         elif "accused" in mail and self.members is not None:
             self.members.on_accusation(mail["accused"], self.now)
-            self.look_around()
+            self._look_soon()
         elif "knows" in mail and self.members is not None:
             self.members.on_known(sender, mail["knows"])
         elif "agreed" in mail and self.members is not None and sender == self.leader:
@@ -497,6 +496,21 @@ class Launcher:
         self.look_around()
         seconds = _AGENT_SECONDS * self.plan.coarseness
         self.clock.later(seconds * self.cluster.rng.uniform(0.9, 1.1), self.guard(self._tick_agent))
+
+    def _look_soon(self) -> None:
+        """Look around; where there are very many launchers, as an agent does: at all news of a moment together."""
+        if self.plan.coarseness == 1:
+            self.look_around()
+        elif not self._looks_soon:
+            self._looks_soon = True
+            self.clock.later(_POLL_SECONDS, self.guard(self._look_again))
+
+    def _look_again(self) -> None:
+        self._looks_soon = False
+        if self.members is not None and self.members.leads and self.members.looks_at > self.now:
+            self._look_soon()
+        else:
+            self.look_around()
 
     def look_around(self) -> None:
         """Tell the membership what was heard, and carry out what it says."""
@@ -573,7 +587,7 @@ class Launcher:
                     found = None
                 if self.members is members and members is not None:
                     members.on_answers({name: found}, self.now)
-                    self.look_around()
+                    self._look_soon()
 
             reachable = cluster.network.connected(self.machine, other.machine) and not cluster.is_dark(other.machine)
             seconds = 2 * cluster.network.one_way() if reachable else membership.SUSPECT_SECONDS
@@ -670,18 +684,9 @@ class Launcher:
         elif isinstance(action, protocol.Accept):
             assert self.node is not None
             assert self.members is not None
-            counts = {"gone": list(self.members.gone), "new": [*self.members.new, action.node]}
-            self._mail(
-                action.node,
-                {
-                    "accept": {
-                        **action.place,
-                        **counts,
-                        "term": self.node.view.term,
-                        "nodes": self.cluster.entries_of(self.node.view),
-                    }
-                },
-            )
+            common = {"gone": list(self.members.gone), "new": list(self.members.new), "term": self.node.view.term}
+            common["nodes"] = self.cluster.entries_of(self.node.view)
+            self._mail(tuple(action.places), {"accept": common, "places": action.places})
         elif isinstance(action, protocol.NodesChanged):
             if self.members is not None:
                 if self.members.change(self.cluster.entries_from(action.nodes), self.now, action.version):
@@ -702,6 +707,8 @@ class Launcher:
             self._stop(FailureReport.from_message(dict(action.failure)))
         elif isinstance(action, protocol.AllOver):
             self._all_over = True
+            if self.plan.coarseness > 1:  # else the launcher looks often enough
+                self.clock.later(self.cluster.brief(), self.guard(self._check_over))
 
     def _start_rank(self, slot: int | None, *, late: bool) -> None:
         """Start a process that waits for a place; with a slot one of a machine that has just come."""

@@ -132,6 +132,8 @@ class RankGroup:
     def __init__(self, cluster: Cluster, key: GroupKey, size: int) -> None:
         self.cluster, self.key, self.size = cluster, key, size
         self.arrived: dict[int, Rank] = {}
+        self.numbers: dict[Rank, int] = {}
+        """The other way round: at scale no rank looks through all others."""
         self.joined = False
         self.broken = False
         self.step = 0
@@ -141,7 +143,7 @@ class RankGroup:
     def arrive(self, rank: Rank, number: int) -> None:
         """Meet the others at their store."""
         self.cluster.invariants.on_arrival(self, rank, number)
-        self.arrived[number] = rank
+        self.arrived[number], self.numbers[rank] = rank, number
         rank.group = self
         if len(self.arrived) == self.size and not self.broken:
             self.cluster.clock.later(self.cluster.rng.uniform(0.05, 0.4), self._join)
@@ -240,7 +242,7 @@ class RankGroup:
     def _end(self, rank: Rank) -> None:
         if rank.alive and rank.group is self:
             rank.group = None
-            self.arrived = {number: each for number, each in self.arrived.items() if each is not rank}
+            self.forget(rank)
             self.broken = True
             rank.exit(0)
 
@@ -256,7 +258,8 @@ class RankGroup:
 
     def forget(self, rank: Rank) -> None:
         """Note a rank that waits for another place."""
-        self.arrived = {number: each for number, each in self.arrived.items() if each is not rank}
+        if rank in self.numbers:
+            del self.arrived[self.numbers.pop(rank)]
 
     def on_death(self, rank: Rank) -> None:
         """Let the others notice a lost rank, if the connections say so; some may have the step that it had."""

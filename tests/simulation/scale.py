@@ -10,17 +10,20 @@ given; CPU seconds are those of this machine in the state machines of the leader
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
 import json
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 from phalanx.launch import membership
 from phalanx.launch.environment import NodeInfo
-from phalanx.recovery.launcher import protocol, view
+from phalanx.recovery.launcher import node, protocol, view
 from phalanx.recovery.launcher.view import GroupView
 from tests.simulation.cluster import Cluster
 from tests.simulation.launcher import Launcher
@@ -31,6 +34,8 @@ _SILENCE = 10.0
 _LINK_SECONDS = 0.3
 """How often neighbours ask each other."""
 _RACK = 64
+_REMEMBERED = 32
+"""How many results of a function are kept for the other nodes."""
 
 
 class _Shared:
@@ -38,21 +43,42 @@ class _Shared:
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
-        self._made: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        self._made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
-        key = tuple(map(id, arguments))
+        key = tuple(map(self._identity, arguments))
         if key not in self._made:
-            if len(self._made) > 64:
-                self._made.clear()
+            if len(self._made) >= _REMEMBERED:
+                del self._made[next(iter(self._made))]
             self._made[key] = (self._call(*arguments), arguments)  # which keeps the identities
         return self._made[key][0]
+
+    @staticmethod
+    def _identity(argument: Any) -> Any:
+        """Return the same for the same object, and for two short dicts with the same entries."""
+        if isinstance(argument, Mapping) and len(argument) <= _RACK:
+            return tuple((name, id(entry)) for name, entry in argument.items())
+        return id(argument)
 
 
 def share_lists() -> None:
     """Let the nodes of this process share lists that are the same."""
     membership.changed = view.changed = _Shared(membership.changed)  # type: ignore[assignment]
     membership.in_order = _Shared(membership.in_order)  # type: ignore[assignment]
+    node.came_or_went = _Shared(node.came_or_went)  # type: ignore[assignment]
+
+
+def footprint(*roots: Any) -> int:
+    """Return the bytes of what these objects refer to, without the simulator around them."""
+    seen, found, rest = set[int](), 0, list(roots)
+    while rest:
+        each = rest.pop()
+        if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType, Cluster, Launcher)):
+            continue
+        seen.add(id(each))
+        found += sys.getsizeof(each)
+        rest += [*gc.get_referents(each), vars(each)] if hasattr(each, "__dict__") else gc.get_referents(each)
+    return found
 
 
 class ManyNodes(Cluster):
@@ -121,6 +147,23 @@ class ManyNodes(Cluster):
                 seconds = self.network.one_way() + (self.rng.uniform(0.0, _LINK_SECONDS) if name in watching else 0.0)
                 self.clock.later(seconds, other.guard(other.look_around))
 
+    def neighbours(self, first: int) -> list[Launcher]:
+        """Return the launchers of a rack of nodes that follow each other in the ring of names."""
+        names = membership.in_order(self.leader.nodes)
+        return [one for name in names[first : first + _RACK] if (one := self.neighbour(self.leader, name)) is not None]
+
+    def cut_power(self, launchers: Iterable[Launcher]) -> None:
+        """Let machines lose their power: nothing there refuses a connection."""
+        for launcher in launchers:
+            self.dark.add(launcher.machine)
+            launcher.kill()
+
+    def finish(self) -> None:
+        """Take the last step."""
+        group = max(self.groups.values(), key=lambda group: group.key)
+        self.plan = dataclasses.replace(self.plan, steps=group.step + 1)
+        group._take_step()
+
     # --- measuring ------------------------------------------------------------------------------------------------
 
     @property
@@ -136,8 +179,8 @@ class ManyNodes(Cluster):
             self._leading = next(
                 (one for one in self.processes if one.alive and one.leads and one.node is not None), None
             )
-        node = None if self._leading is None else self._leading.node
-        return node is not None and node.group is not None and node.group.is_settled
+        leading = None if self._leading is None else self._leading.node
+        return leading is not None and leading.group is not None and leading.group.is_settled
 
     def measure(self, what: str, cause: Callable[[], None], decided: Callable[[], bool], limit: float = 300.0) -> None:
         """Let something happen; note when it is decided and when all train again, and what it costs."""
@@ -151,11 +194,12 @@ class ManyNodes(Cluster):
         seen = [-1]
 
         def look() -> bool:
-            if not at and len(self.decisions) + self.clock.handled % 64 != seen[0]:
-                seen[0] = len(self.decisions) + self.clock.handled % 64
+            due = self.clock.handled % 64 == 0
+            if not at and (due or len(self.decisions) != seen[0]):
+                seen[0] = len(self.decisions)
                 if decided():
                     at.append(self.clock.now)
-            return bool(at) and self.clock.handled % 64 == 0 and self.is_training()
+            return bool(at) and (self.is_over() or (due and self.is_training()))
 
         self.clock.run(began + limit, look)
         busiest = max(
@@ -209,16 +253,11 @@ def run(nodes: int, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     cluster.clock.run(cluster.clock.now + 7.0)
     cluster.measure("a lost node", cluster.processes[nodes // 3].kill, lost(1))
     cluster.clock.run(cluster.clock.now + 7.0)
-    switch = [cluster.processes[number] for number in range(nodes * 5 // 8, nodes * 5 // 8 + _RACK)]
-    cluster.measure("64 nodes at once", lambda: _each(switch, Launcher.kill), lost(_RACK))
+    cluster.measure("64 nodes at once", lambda: _each(cluster.neighbours(nodes * 5 // 8), Launcher.kill), lost(_RACK))
     cluster.clock.run(cluster.clock.now + 7.0)
-    dark = cluster.processes[nodes // 5]
-
-    def power_loss() -> None:
-        cluster.dark.add(dark.machine)
-        dark.kill()
-
-    cluster.measure("a node without power", power_loss, lost(1))
+    cluster.measure("a node without power", lambda: cluster.cut_power(cluster.neighbours(nodes // 5)[:1]), lost(1))
+    cluster.clock.run(cluster.clock.now + 7.0)
+    cluster.measure("64 without power", lambda: cluster.cut_power(cluster.neighbours(nodes // 3)), lost(_RACK))
     cluster.clock.run(cluster.clock.now + 7.0)
     cluster.measure("the leader", cluster.leader.kill, decisions("leads"))
     cluster.clock.run(cluster.clock.now + 7.0)
@@ -232,15 +271,13 @@ def run(nodes: int, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     cluster.clock.run(cluster.clock.now + 20.0)
     quiet = cluster.received[cluster.leader.number]
     beats = len(cluster.leader.nodes) / cluster.leader.members.period if cluster.leader.members else 0.0
-    print(json.dumps({"nodes": nodes, "what": "20 quiet seconds", "messages": quiet, "heartbeats per second": beats}))
+    row: dict[str, Any] = {"nodes": nodes, "what": "20 quiet seconds", "messages": quiet}
+    row["heartbeats per second"] = round(beats)
+    row["leader MB"] = round(footprint(cluster.leader.node, cluster.leader.members) / 1e6, 1)
+    cluster.rows.append(row)
+    print(json.dumps(row), flush=True)
 
-    def finish() -> None:
-        for rank in [rank for one in cluster.processes if one.alive for rank in one.ranks.values()]:
-            rank.group = None
-            rank.exit(0)
-
-    cluster.invariants.trained_to_end = True
-    cluster.measure("the end", finish, lambda: cluster.is_over(), limit=60.0)
+    cluster.measure("the end", cluster.finish, cluster.is_over, limit=60.0)
     print(
         json.dumps(
             {"nodes": nodes, "simulator MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "most": most}

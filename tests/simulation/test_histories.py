@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.simulation import mutants
-from tests.simulation.cluster import Cluster
+from tests.simulation.cluster import Cluster, Violation
 from tests.simulation.history import failure_of, run_seeds, shrink
 from tests.simulation.plan import Fault, Plan, draw
+from tests.simulation.progress import Progress
 
 FAILED = {
     "a rank is lost that was ready, and the run does not go on": 2360,
@@ -39,9 +40,26 @@ FAILED = {
 
 def test_seeds():
     """Two hundred histories of up to 16 nodes."""
-    done, failed = run_seeds(range(200))
-    assert done == 200
-    assert not failed, f"python -m tests.simulation --seed {next(iter(failed))} --shrink"
+    progress = Progress(range(200), 16)
+    run_seeds(progress)
+    assert progress.done == 200
+    assert not progress.failed, f"python -m tests.simulation --seed {next(iter(progress.failed))} --shrink"
+
+
+def test_a_run_of_seeds_that_is_cut_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Not if the code has changed since: its results would be of another program."""
+    path = tmp_path / "progress.json"
+    cut = Progress(range(10, 16), 4, path)
+    cut.rest = cut.rest[:2]
+    run_seeds(cut, 4)
+    cut.note(12, Violation("deadlock", "none"), 0.5)
+    cut.save()
+    rest = Progress(range(10, 16), 4, path)
+    assert (rest.rest, rest.failed) == (range(13, 16), {12: "deadlock: none"})
+    assert rest.cpu_seconds >= 0.5
+    assert Progress(range(10, 16), 16, path).rest == range(10, 16), "other histories"
+    monkeypatch.setattr("tests.simulation.progress.code", lambda: "changed")
+    assert Progress(range(10, 16), 4, path).done == 0
 
 
 @pytest.mark.parametrize("seed", FAILED.values(), ids=FAILED.keys())
@@ -58,9 +76,10 @@ DEFECTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], int, str], ...] = (
     (mutants.takeover_keeps_lost_nodes, 4, "views differ"),
     (mutants.takeover_forgets_late_nodes, 26, "views differ"),
     (mutants.cut_off_node_leads_after_the_end, 54, "steps taken twice"),
-    (mutants.first_node_begins_a_second_run, 4, "split brain"),
+    (mutants.first_node_begins_a_second_run, 92, "split brain"),
     (mutants.usage_error_of_another_node_is_tried_again, 159, "usage error tried again"),
     (mutants.leader_shrinks_node_by_node, 57, "steps taken twice"),
+    (mutants.half_of_the_nodes_is_enough, 25, "steps taken twice"),
     (mutants.newcomers_count_at_once, 1138, "steps taken twice"),
     (mutants.paused_node_is_not_told_that_it_was_lost, 182, "split brain"),
     (mutants.late_rank_joins_a_finished_group, 80, "deadlock"),

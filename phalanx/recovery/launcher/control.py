@@ -290,9 +290,9 @@ class ElasticControl:
 
     def _accept(self, action: Accept) -> None:
         here, view = self._context.node, self.node.view
-        place = {"master_addr": here.master_addr, "master_port": here.master_port, "term": view.term, **action.place}
-        nodes = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
-        self._context.rendezvous.post(action.node, {"accept": {**place, "nodes": nodes}})
+        common = {"master_addr": here.master_addr, "master_port": here.master_port, "term": view.term}
+        common["nodes"] = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
+        self._context.rendezvous.post(tuple(action.places), {"accept": common, "places": action.places})
 
     def _change_nodes(self, action: NodesChanged) -> None:
         entries = {

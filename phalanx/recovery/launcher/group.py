@@ -44,6 +44,7 @@ from phalanx.recovery.launcher.policy import (
 from phalanx.recovery.launcher.protocol import (
     Accept,
     Action,
+    ArrivalsDue,
     FillDue,
     GiveUp,
     Later,
@@ -90,6 +91,8 @@ TRANSITIONS: Mapping[tuple[State, Cause], State] = {
 """What else may happen in a state changes no state. A loss while the group starts is not survived."""
 _NAMED = 16
 """How many ranks or nodes a message names."""
+_ARRIVAL_SECONDS = 0.2
+"""How long the leader waits for more nodes before it takes in one that has come late."""
 _TRIES = 3
 """Consecutive failed starts, or interruptions without a lost rank, before giving up."""
 
@@ -147,6 +150,8 @@ class ElasticGroup:
         self._failed_starts = self._without_step = 0
         self._last_step = -1
         self._said_short = False
+        self._arrived: dict[str, NodeView] = {}
+        """Nodes that have come late and are not taken in yet."""
         self._agree_on = 0
         """The version of the view that enough nodes have to know before a group forms; 0: there is none.
 
@@ -420,6 +425,11 @@ class ElasticGroup:
 
     # --- starting processes -------------------------------------------------------------------------------------------
 
+    def refill(self) -> None:
+        """Start what is missing after a loss; if it was one of several nodes that came together, use the others."""
+        self.fill()
+        self._grow("more ranks are there")
+
     def fill(self) -> None:
         """Start what is missing; spare ranks, which have loaded everything already, come first."""
         if self.state == "starting":
@@ -472,23 +482,37 @@ class ElasticGroup:
         self.fill()  # new ranks get ready while the others train
         return None if self.size == size else f"no node has room for {size} ranks."
 
-    def on_arrival(self, name: str, node: NodeView, place: Mapping[str, Any]) -> None:
-        """Take in the ranks of a node that has come late, as many as the run can use: they get ready meanwhile."""
-        came = self._view.change({name: node}, generation=self.generation, failures=self.failures)
+    def on_arrival(self, name: str, node: NodeView) -> None:
+        """Note a node that has come late; those that come within a moment are taken in together."""
+        if not self._arrived:
+            self.actions.append(Later(_ARRIVAL_SECONDS, ArrivalsDue()))
+        self._arrived[name] = node
+
+    def take_in(self) -> None:
+        """Take in the ranks of nodes that have come late, as many as the run can use: they get ready meanwhile.
+
+        The view changes once for all of them, and each other node gets one message for a rack instead of 64.
+        """
+        came, self._arrived = self._arrived, {}
+        if not came:
+            return
         first = max((rank.slot for rank in (*self.ranks.values(), *self.members)), default=-1) + 1
-        position: dict[str, Any] = {
-            "node_rank": len(self._view.nodes) - 1,
-            "num_nodes": len(self._view.nodes),
-            "first_rank": first,
-        }
+        common: dict[str, Any] = {"num_nodes": len(self._view.nodes) + len(came), "late": True}
+        common["world_size"] = self._view.size
         if self.address is not None:
-            position |= {"master_addr": self.address[0], "master_port": self.address[1]}
-        self.actions.append(Accept(name, {**place, **position}))
-        self._send(name, self._view.whole())  # first: the change alone says nothing to a node that knows no view
-        self._send(ALL, came)
-        self.actions.append(NodesChanged({name: node}, came.version))
-        self.starting[name] += node.slots
-        self._grow(f"the node {node.host} arrived")
+            common |= {"master_addr": self.address[0], "master_port": self.address[1]}
+        places: dict[str, dict[str, Any]] = {}
+        for name, node in came.items():
+            places[name] = {**common, "node_rank": len(self._view.nodes) + len(places), "first_rank": first}
+            first += node.slots
+        change = self._view.change(came, generation=self.generation, failures=self.failures)
+        self.actions.append(NodesChanged(came, change.version))
+        self.actions.append(Accept(places))
+        self._send(tuple(came), self._view.whole())  # first: a change says nothing to a node that knows no view
+        self._send(ALL, change)
+        self.starting.update({name: node.slots for name, node in came.items()})
+        hosts = _some([node.host for node in came.values()])
+        self._grow(f"the node{'s' * (len(came) > 1)} {hosts} arrived")
 
     def _grow(self, why: str) -> None:
         """Let ranks that are there, or get ready, take part as far as the run can use them."""
@@ -610,8 +634,8 @@ class ElasticGroup:
     def _order(self, rank: Rank, order: Wire) -> None:
         self.actions.append((rank, order))
 
-    def _send(self, node: str, message: Wire) -> None:
-        self.actions.append(Send(node, message))
+    def _send(self, to: str | tuple[str, ...], message: Wire) -> None:
+        self.actions.append(Send(to, message))
 
     def _retire(self, rank: Rank) -> None:
         self.ranks.pop(rank.key, None)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from phalanx.host.wire import Wire
-from phalanx.launch.membership import election_seconds, may_continue
+from phalanx.launch.membership import ALL, election_seconds, may_continue
 from phalanx.launch.spec import Elastic
 from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.protocol import (
@@ -25,6 +25,7 @@ from phalanx.recovery.launcher.protocol import (
     AllHereEnded,
     AllOver,
     AnswerRequest,
+    ArrivalsDue,
     Deliver,
     EndHere,
     Event,
@@ -47,10 +48,11 @@ from phalanx.recovery.launcher.protocol import (
     Start,
     Tick,
 )
-from phalanx.recovery.launcher.view import GroupView
+from phalanx.recovery.launcher.view import GroupView, came_or_went
 from phalanx.recovery.messages import (
     End,
     FinishedRank,
+    Formation,
     FromRank,
     Hello,
     LateRank,
@@ -59,6 +61,7 @@ from phalanx.recovery.messages import (
     NodeEnded,
     NodeView,
     Orders,
+    Place,
     Position,
     RankFacts,
     RankReady,
@@ -74,7 +77,7 @@ _KNOWN_CHANGES = 4
 """How many changes of the view a node reports to a leader that takes over."""
 
 
-_ORDERS = (Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
+_ORDERS = (Formation, Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
 """What the node that leads sends to the others: of any other one it is not obeyed."""
 
 
@@ -104,6 +107,8 @@ class Node:
         self._members = set() if late else set(self.here)
         """The ranks of this node that are in the present group."""
         self._formed_at = now
+        self._formation: Position | None = None
+        """What the positions of all ranks in the next group have in common."""
         self._late: set[str] = set()
         self._ended: set[str] = set()
         """Nodes whose ranks have all ended."""
@@ -128,6 +133,7 @@ class Node:
             Resized: self._on_resized,
             Tick: self._on_tick,
             FillDue: self._on_fill_due,
+            ArrivalsDue: self._on_arrivals_due,
         }
         self._readers: Final[dict[type, Callable[[str, Any], None]]] = {
             FromRank: self._on_from_rank,
@@ -136,6 +142,7 @@ class Node:
             NodeEnded: self._on_node_ended,
             Hello: self._on_hello,
             ResizeAsked: self._on_resize_asked,
+            Formation: self._on_formation,
             Orders: self._on_orders,
             StartRanks: self._on_start_ranks,
             LateRank: self._on_late_rank,
@@ -182,19 +189,22 @@ class Node:
                 else:
                     self._note(action)
                     self._actions.append(action)
+        positions = (order for of_node in orders.values() for _, order in of_node if isinstance(order, Position))
+        if (position := next(positions, None)) is not None:
+            self._send(ALL, Formation(position))
         for node, of_node in orders.items():
             if node == self.own:
                 self._on_orders(node, Orders(tuple(of_node)))
             elif node in self.view.nodes:
-                self._send(node, Orders(tuple(of_node)))
+                self._send(node, Orders(tuple((key, _place(order)) for key, order in of_node)))
 
     def _note(self, action: Action) -> None:
         if isinstance(action, Retire):
             self.here.pop(action.key, None)
         elif isinstance(action, Send) and isinstance(action.message, StartRanks):
-            self._ended.discard(action.to)
+            self._ended -= {action.to}
 
-    def _send(self, to: str, message: Wire) -> None:
+    def _send(self, to: str | tuple[str, ...], message: Wire) -> None:
         self._actions.append(Send(to, message))
 
     # --- what others ask ----------------------------------------------------------------------------------------------
@@ -330,8 +340,9 @@ class Node:
         return group.resize(ranks, f"a request for {ranks} rank{'s' * (ranks != 1)}")
 
     def _on_tick(self, _: Tick) -> None:
-        if self._takeover is not None and (not self._takeover.missing or self.now > self._takeover.deadline):
+        if self._takeover is not None and self.now > self._takeover.deadline:
             self._lead_or_stop(self._takeover)
+        self._lead_if_complete()
         if self.group is None:
             return
         for rank in self.group.late():
@@ -343,7 +354,11 @@ class Node:
 
     def _on_fill_due(self, _: FillDue) -> None:
         if self.group is not None:
-            self.group.fill()
+            self.group.refill()
+
+    def _on_arrivals_due(self, _: ArrivalsDue) -> None:
+        if self.group is not None:
+            self.group.take_in()
 
     # --- other nodes --------------------------------------------------------------------------------------------------
 
@@ -389,9 +404,15 @@ class Node:
 
     def _on_orders(self, sender: str, message: Orders) -> None:
         for key, order in message.orders:
+            if isinstance(order, Place):
+                assert self._formation is not None, "it comes first"
+                order = dataclasses.replace(self._formation, **vars(order))
             if (rank := self.here.get(key)) is not None:
                 self._note_order(rank, order)
             self._actions.append(Deliver(key, order))
+
+    def _on_formation(self, sender: str, message: Formation) -> None:
+        self._formation = message.position
 
     def _note_order(self, rank: Rank, order: Wire) -> None:
         if isinstance(order, Position):
@@ -422,16 +443,13 @@ class Node:
     def _on_view_change(self, sender: str, message: ViewChange) -> None:
         before = self.view.nodes
         if self.view.apply(message):
-            after = self.view.nodes
-            names = [*before, *message.nodes] if message.whole else message.nodes
-            changes = {name: after.get(name) for name in names if (name in before) != (name in after)}
+            changes = came_or_went(before, self.view.nodes, message)
             if changes:
                 self._actions.append(NodesChanged(changes, message.version))
 
     def _on_arrival(self, event: NodeArrived) -> None:
         if self.group is not None:
-            node = NodeView(event.host, event.slots, event.standby)
-            self.group.on_arrival(event.name, node, {"world_size": self.view.size, "late": True})
+            self.group.on_arrival(event.name, NodeView(event.host, event.slots, event.standby))
 
     def _on_nodes_lost(self, event: NodesLost) -> None:
         if self.group is not None:
@@ -442,6 +460,7 @@ class Node:
             self._takeover.ended |= set(event.ended)
             for name in event.names:  # what it has reported does not count any more
                 self._takeover.reports.pop(name, None)
+            self._lead_if_complete()
 
     def _on_agreed(self, event: Agreed) -> None:
         if self.group is not None:
@@ -488,10 +507,16 @@ class Node:
         if takeover is not None:
             takeover.reports[sender] = message
             takeover.missing.discard(sender)
+            self._lead_if_complete()
         elif self.group is not None:
             self._send(sender, LeftOut("it reported too late after the node that decided was lost"))
         else:
             self._early[sender] = message
+
+    def _lead_if_complete(self) -> None:
+        """Lead as soon as all that may run have reported."""
+        if self._takeover is not None and not self._takeover.missing:
+            self._lead_or_stop(self._takeover)
 
     def _lead_or_stop(self, takeover: _Takeover) -> None:
         """Lead, unless the others may go on with the node that led: it may be out of reach for this one alone."""
@@ -557,6 +582,13 @@ class Node:
             self.group.on_message(rank, last_report)
         for sender, message in takeover.waiting:
             self._on_mail(Mailed(sender, message))
+
+
+def _place(order: Wire) -> Wire:
+    """Return an order as it travels: of a position what differs between ranks."""
+    if not isinstance(order, Position):
+        return order
+    return Place(order.rank, order.local_rank, order.local_world_size, order.node_rank)
 
 
 @dataclasses.dataclass

@@ -144,6 +144,11 @@ class FillDue:
     """The pause before lost ranks are replaced is over."""
 
 
+@dataclass(frozen=True)
+class ArrivalsDue:
+    """Nodes that have come late within a moment can be taken in together."""
+
+
 Event = (
     RankSpoke
     | RankStarted
@@ -158,6 +163,7 @@ Event = (
     | Resized
     | Tick
     | FillDue
+    | ArrivalsDue
 )
 
 
@@ -194,18 +200,17 @@ class EndHere:
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message to the launcher of another node, or to `ALL`."""
+    """Send a message to the launcher of another node, to those of several, or to `ALL`."""
 
-    to: str
+    to: str | tuple[str, ...]
     message: Wire
 
 
 @dataclass(frozen=True)
 class Accept:
-    """Let a node that has come late take part; `place`: the fields of its `NodeInfo` that differ between nodes."""
+    """Let nodes that have come late take part; `places`: for each the fields of its `NodeInfo` that differ."""
 
-    node: str
-    place: Mapping[str, Any]
+    places: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,7 @@ class Later:
     """Give this event back after some seconds."""
 
     seconds: float
-    event: FillDue
+    event: FillDue | ArrivalsDue
 
 
 @dataclass(frozen=True)

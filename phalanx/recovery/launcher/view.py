@@ -13,6 +13,15 @@ from phalanx.launch.membership import changed
 from phalanx.recovery.messages import NodeView, ViewChange
 
 _RECENT = 16
+_NOBODY: Mapping[str, NodeView] = {}
+
+
+def came_or_went(
+    before: Mapping[str, NodeView], after: Mapping[str, NodeView], change: ViewChange
+) -> Mapping[str, NodeView | None]:
+    """Return the nodes that a change has added, and as None those that it has removed."""
+    names = [*before, *change.nodes] if change.whole else change.nodes
+    return {name: after.get(name) for name in names if (name in before) != (name in after)}
 
 
 class GroupView:
@@ -40,7 +49,7 @@ class GroupView:
             return False
         self.version, self.term = change.version, max(change.term, self.term)
         self.generation, self.failures = change.generation, change.failures
-        self.nodes = changed({} if change.whole else self.nodes, change.nodes)
+        self.nodes = changed(_NOBODY if change.whole else self.nodes, change.nodes)
         self.recent = [*self.recent[-_RECENT + 1 :], change]
         return True
 
