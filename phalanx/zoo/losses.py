@@ -23,7 +23,8 @@ class ClassBCE:
     ) -> None:
         if label_smoothing and target_threshold is not None and target_threshold >= 1 - label_smoothing:
             raise UsageError(
-                f"target_threshold = {target_threshold}: no label is above it with label_smoothing = {label_smoothing}"
+                f"ClassBCE: no label is above a target_threshold of {target_threshold} with a label_smoothing of "
+                f"{label_smoothing}"
             )
         self._smoothing, self._threshold, self._sums_classes = label_smoothing, target_threshold, sums_classes
 

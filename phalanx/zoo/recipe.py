@@ -28,7 +28,6 @@ from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
 from phalanx.zoo.models.registry import build, names
 from phalanx.zoo.recipe_parts import loss_options, recipe_parts
-from phalanx.zoo.scores import find_metric
 
 if TYPE_CHECKING:
     from phalanx.loop.running_trainer import RunningTrainer
@@ -175,7 +174,11 @@ def _is_large(recipe: Recipe, config: DistributedConfig) -> bool:
 
 def recipe_metrics(recipe: Recipe) -> dict[str, Any] | None:
     """Return the functions of the recipe's metrics by name (of a class, an object); None for the usual ones."""
-    return {name: find_metric(text, name) for name, text in recipe.metrics.items()} or None
+    if not recipe.metrics:
+        return None
+    from phalanx.zoo.scores import find_metric  # few runs need it
+
+    return {name: find_metric(text, name) for name, text in recipe.metrics.items()}
 
 
 def recipe_augment(recipe: Recipe, model: nn.Module, train: Any = None) -> Any:

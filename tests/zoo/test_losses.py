@@ -33,7 +33,7 @@ def test_a_threshold_makes_shares_of_mixed_images_labels():
 def test_wrong_options_and_shapes_are_refused():
     with pytest.raises(UsageError, match="label_smoothing = 1"):
         ClassBCE(label_smoothing=1.0)
-    with pytest.raises(UsageError, match=r"target_threshold = 0.95: no label is above it"):
+    with pytest.raises(UsageError, match=r"no label is above a target_threshold of 0\.95"):
         ClassBCE(label_smoothing=0.1, target_threshold=0.95)
     with pytest.raises(ModelError, match=r"got \[2, 3\] and \[3\]"):
         ClassBCE()(torch.randn(2, 3), torch.tensor([0, 1, 2]))
