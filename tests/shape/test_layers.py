@@ -154,6 +154,23 @@ def test_a_table_of_names_above_is_needed(name):
     assert any(LAYERS[other] >= LAYERS[room(name)] for other in above - {room(name)}), "it names nothing above itself"
 
 
+LATE = [name for name in modules() if "__getattr__ = lazy_names(" in modules()[name].read_text()]
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_names_that_are_imported_late_exist(name):
+    module, missing = import_module(name), []
+    for word in module.__all__:
+        try:
+            getattr(module, word)
+        except AttributeError:
+            missing.append(word)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":  # kernels need a package that CPUs have no use for
+                raise
+    assert not missing
+
+
 def test_no_two_packages_import_each_other():
     pairs = {(room(name), room(other)) for name in modules() for other in dependencies(name)}
     assert not {(a, b) for a, b in pairs if a < b and a and (b, a) in pairs}

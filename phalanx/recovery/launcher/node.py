@@ -52,12 +52,12 @@ from phalanx.recovery.launcher.view import GroupView, came_or_went
 from phalanx.recovery.messages import (
     End,
     FinishedRank,
-    Formation,
     FromRank,
     Hello,
     LateRank,
     LeftOut,
     LostRank,
+    NewGroup,
     NodeEnded,
     NodeView,
     Orders,
@@ -77,7 +77,7 @@ _KNOWN_CHANGES = 4
 """How many changes of the view a node reports to a leader that takes over."""
 
 
-_ORDERS = (Formation, Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
+_ORDERS = (NewGroup, Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
 """What the node that leads sends to the others: of any other one it is not obeyed."""
 
 
@@ -142,7 +142,7 @@ class Node:
             NodeEnded: self._on_node_ended,
             Hello: self._on_hello,
             ResizeAsked: self._on_resize_asked,
-            Formation: self._on_formation,
+            NewGroup: self._on_new_group,
             Orders: self._on_orders,
             StartRanks: self._on_start_ranks,
             LateRank: self._on_late_rank,
@@ -177,6 +177,8 @@ class Node:
 
     def _collect(self) -> None:
         """Add what the group has decided: orders to the ranks of one node go in one message."""
+        if self.group is None or not self.group.actions:
+            return
         orders: defaultdict[str, list[tuple[str, Wire]]] = defaultdict(list)
         while self.group is not None and self.group.actions:
             decided, self.group.actions = self.group.actions, []
@@ -191,7 +193,7 @@ class Node:
                     self._actions.append(action)
         positions = (order for of_node in orders.values() for _, order in of_node if isinstance(order, Position))
         if (position := next(positions, None)) is not None:
-            self._send(ALL, Formation(position))
+            self._send(ALL, NewGroup(position))
         for node, of_node in orders.items():
             if node == self.own:
                 self._on_orders(node, Orders(tuple(of_node)))
@@ -411,7 +413,7 @@ class Node:
                 self._note_order(rank, order)
             self._actions.append(Deliver(key, order))
 
-    def _on_formation(self, sender: str, message: Formation) -> None:
+    def _on_new_group(self, sender: str, message: NewGroup) -> None:
         self._formation = message.position
 
     def _note_order(self, rank: Rank, order: Wire) -> None:
@@ -498,7 +500,10 @@ class Node:
         self._report(self._hello())
 
     def _hello(self) -> Hello:
-        return Hello(self._facts(), self.view.term, self.view.version, tuple(self.view.recent[-_KNOWN_CHANGES:]))
+        recent = self.view.recent[-_KNOWN_CHANGES:]
+        # A node that came late has got the whole view once: the others know it in parts.
+        changes = tuple(change for change in recent if not change.whole or change is recent[-1])
+        return Hello(self._facts(), self.view.term, self.view.version, changes)
 
     def _on_hello(self, sender: str, message: Hello) -> None:
         takeover = self._takeover
