@@ -32,6 +32,7 @@ __all__ = ["DEVNULL", "Popen", "TimeoutExpired", "run"]  # what the client of th
 WARM = "tests-warm"
 """The name of the warm process of a program, which `ps` shows."""
 ROOT = str(Path(__file__).resolve().parents[2])
+_PYTHON = sys.executable
 _SET_IN_PROGRAMS = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _READ_LATER = ("PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_")
 _LOCALE = ("LANG", "LC_")
@@ -108,7 +109,7 @@ def _parse(args: Any) -> dict[str, Any] | None:
     host = ""
     if words[:3] == ["ip", "netns", "exec"]:
         host, *words = words[3:]
-    if len(words) < 2 or words[0] != sys.executable or not all(isinstance(word, str) for word in words):
+    if len(words) < 2 or words[0] != _PYTHON or not all(isinstance(word, str) for word in words):
         return None
     first, *rest = words[1:]
     if first in ("-m", "-c") and rest:
