@@ -2,7 +2,7 @@
 
 The heart trains a user's own model on the user's own data. It never imports a tool, the zoo (`phalanx/zoo/`: reference
 models, data sets, recipes) or a feature (`phalanx/recovery/`, `phalanx/diagnosis/`, `phalanx/speed/`,
-`phalanx/trackers/`): this table is the only place that names one.
+`phalanx/trackers/`): this table is the only place that names one. The launcher finds here what its ranks run.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ FEATURES = {
     "compile-parts": "phalanx.speed:compile_parts",
     "compile-watch": "phalanx.speed:CompileWatch",
     "compiled-calls": "phalanx.speed:CompiledCalls",
+    "count-steps": "phalanx.loop.script:count_steps",
     "diagnosis": "phalanx.diagnosis",
     "fp8-layers": "phalanx.speed:use_fp8",
     "histograms": "phalanx.trackers:histogram_callbacks",
+    "hub": "phalanx.zoo.hub:hub_folder",
     "lora": "phalanx.zoo.models.lora",
     "metrics": "phalanx.trackers:open_metrics",
     "nf4": "phalanx.zoo.models.lora.nf4",
     "own-stream": "phalanx.speed:own_stream",
     "recipe": "phalanx.zoo.recipe:recipe_job",
     "recovery": "phalanx.recovery",
+    "register-backend": "phalanx.comm:register_backend",
+    "run-job": "phalanx.worker:run_job",
     "spare-activations": "phalanx.speed:spare_activations",
     "step-profile": "phalanx.tools.profile.record:StepProfile",
     "token-recipe": "phalanx.zoo.token_data:fitted_to_tokens",

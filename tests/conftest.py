@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import hypothesis
+import programs
 import psutil
 import pytest
-from ranks import ScriptRun, run_on_ranks, run_script, warm_pid
+from ranks import ScriptRun, kept_pids, run_on_ranks, run_script
 from s3_server import serve_s3
 
 from phalanx.launch.forkserver import client
@@ -146,6 +147,7 @@ def fork_server() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PRELOAD, _FOR_RANKS)
+        patch.setattr(client, "subprocess", programs)
         client.prestart()
         yield
     client.shutdown()
@@ -178,6 +180,14 @@ def _own_temp_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TMPDIR", directory)
         patch.setattr(tempfile, "tempdir", directory)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_programs(_own_temp_dir: None) -> Iterator[None]:
+    """Fork programs that tests start from one process, which begins with the first of them."""
+    programs.prepare()
+    yield
+    programs.end()
 
 
 @pytest.fixture(autouse=True)
@@ -229,10 +239,10 @@ def _find_leaks(before: dict[str, Any]) -> list[str]:
 
 
 def _new_processes(before: set[int]) -> list[str]:
-    own = warm_pid()
+    own = kept_pids()
     found = []
     for child in psutil.Process().children(recursive=True):
-        if child.pid in before or child.pid == own:
+        if child.pid in before or child.pid in own:
             continue
         try:
             words = child.cmdline()

@@ -82,13 +82,15 @@ def compare(first: Checkpoint, second: Checkpoint, prefix: str = "") -> StateDif
 def _differences(
     first: Checkpoint, second: Checkpoint, names: dict[str, tuple[TensorInfo, TensorInfo]]
 ) -> Iterator[TensorDifference]:
-    for name, (first_info, there) in names.items():
+    for name, (first_info, second_info) in names.items():
         elements = math.prod(first_info.shape)
-        if first_info.shape != there.shape:
-            yield TensorDifference(name, elements, reason=f"shape {list(first_info.shape)} and {list(there.shape)}")
+        if first_info.shape != second_info.shape:
+            yield TensorDifference(
+                name, elements, reason=f"shape {list(first_info.shape)} and {list(second_info.shape)}"
+            )
             continue
-        difference = _difference(name, _read(first, name, first_info), _read(second, name, there))
-        reason = f"{first_info.dtype} and {there.dtype}" if first_info.dtype != there.dtype else ""
+        difference = _difference(name, _read(first, name, first_info), _read(second, name, second_info))
+        reason = f"{first_info.dtype} and {second_info.dtype}" if first_info.dtype != second_info.dtype else ""
         if difference.different or reason:
             yield TensorDifference(
                 name, elements, difference.different, difference.max_abs, difference.relative, reason

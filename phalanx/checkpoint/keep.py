@@ -93,7 +93,7 @@ def beyond(checkpoints: list[Checkpoint], keep_last: int, keep_every: int | None
     """Return the checkpoints that a pruning would remove, of each run with the runs that it continues.
 
     The newest `keep_last` complete ones stay, those of steps that `keep_every` divides, and every one that is marked as
-    the best. A damaged one does not count as kept, so a complete one always remains. `found`: the newest first.
+    the best. A damaged one does not count as kept, so a complete one always remains. `checkpoints`: the newest first.
     """
     check_keep_last(keep_last)
     removed: list[Checkpoint] = []
@@ -102,12 +102,12 @@ def beyond(checkpoints: list[Checkpoint], keep_last: int, keep_every: int | None
         newest = rest[0].manifest
         family = {newest.run_id, *(run["run_id"] for run in newest.lineage)}
         complete = 0
-        for checkpoint in [one for one in rest if one.manifest.run_id in family]:
+        for checkpoint in [entry for entry in rest if entry.manifest.run_id in family]:
             if complete < keep_last:
                 complete += sizes_match(checkpoint)
             elif not (keep_every and checkpoint.step % keep_every == 0) and not (checkpoint.path / MARK).exists():
                 removed.append(checkpoint)
-        rest = [one for one in rest if one.manifest.run_id not in family]
+        rest = [entry for entry in rest if entry.manifest.run_id not in family]
     return removed
 
 

@@ -28,20 +28,20 @@ _MATTERS = ("strategy", "num_workers", "mixed_precision", "batch_size", "optimiz
 """Settings that `inspect` shows; --json has all."""
 
 
-class Answer(NamedTuple):
-    """The result of an action, as data for --json and as text."""
+class ActionOutput(NamedTuple):
+    """What an action prints: its result as data for --json and as text."""
 
     data: Any
     text: str
     code: int = 0
 
 
-def _facts(one: Checkpoint) -> dict[str, Any]:
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what `ls` and `inspect` both show."""
-    manifest, best = one.manifest, read_mark(one.path)
+    manifest, best = checkpoint.manifest, read_mark(checkpoint.path)
     return {
-        "path": str(one.path),
-        "step": one.step,
+        "path": str(checkpoint.path),
+        "step": checkpoint.step,
         "epoch": manifest.epoch,
         "run_id": manifest.run_id,
         "saved": manifest.published_at,
@@ -52,26 +52,29 @@ def _facts(one: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _list(namespace: argparse.Namespace) -> Answer:
+def _list(namespace: argparse.Namespace) -> ActionOutput:
     directory = directory_of(namespace.run)
     checkpoints, unreadable = survey(directory)
-    data = [{**_facts(one), "status": "complete" if sizes_match(one) else "damaged"} for one in checkpoints]
+    data = [
+        {**_facts(checkpoint), "status": "complete" if sizes_match(checkpoint) else "damaged"}
+        for checkpoint in checkpoints
+    ]
     rows = [("name", "step", "age", "size", "ranks", "kind", "best", "status")]
-    for one, row in zip(checkpoints, data, strict=True):
+    for checkpoint, row in zip(checkpoints, data, strict=True):
         best = f"{row['best']['metric']} {row['best']['value']:.4g}" if row["best"] else ""
         age = duration(max(0.0, time.time() - row["saved"]))
-        cells = str(one.step), age, size(row["bytes"]), str(row["ranks"]), row["kind"], best, row["status"]
-        rows.append((one.path.name, *cells))
+        cells = str(checkpoint.step), age, size(row["bytes"]), str(row["ranks"]), row["kind"], best, row["status"]
+        rows.append((checkpoint.path.name, *cells))
     rows += [(path.name, *"-----", "", "damaged") for path, _ in unreadable]
     data += [{"path": str(path), "status": "damaged", "reason": error.message} for path, error in unreadable]
     reasons = [f"{path.name}: {error.message}" for path, error in unreadable]
-    return Answer(data, "\n".join([table(rows), *reasons]) if data else f"no checkpoints in {directory}")
+    return ActionOutput(data, "\n".join([table(rows), *reasons]) if data else f"no checkpoints in {directory}")
 
 
-def _inspect(namespace: argparse.Namespace) -> Answer:
-    one = open_checkpoint(namespace.run)
-    manifest, facts = one.manifest, _facts(one)
-    tensors = {name: _described(info.shape, info.dtype) for name, info in stored_tensors(one).items()}
+def _inspect(namespace: argparse.Namespace) -> ActionOutput:
+    checkpoint = open_checkpoint(namespace.run)
+    manifest, facts = checkpoint.manifest, _facts(checkpoint)
+    tensors = {name: _described(info.shape, info.dtype) for name, info in stored_tensors(checkpoint).items()}
     facts |= {"phalanx": manifest.phalanx_version, "torch": manifest.torch_version, "format": manifest.format}
     more = {"mesh": manifest.mesh, "continues": manifest.lineage, "config": manifest.config}
     records = sorted(manifest.files.items())
@@ -89,7 +92,7 @@ def _inspect(namespace: argparse.Namespace) -> Answer:
         table(_tensor_rows(tensors) if namespace.tensors else _entry_rows(tensors)),
         table([("file", "size", "hash"), *((name, size(entry.size), entry.hash) for name, entry in records)]),
     ]
-    return Answer({**facts, **more, "files": files, "tensors": tensors}, "\n\n".join(parts))
+    return ActionOutput({**facts, **more, "files": files, "tensors": tensors}, "\n\n".join(parts))
 
 
 def _described(shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
@@ -111,31 +114,34 @@ def _entry_rows(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _check(namespace: argparse.Namespace) -> Answer:
+def _check(namespace: argparse.Namespace) -> ActionOutput:
     checkpoints, unreadable = named_checkpoints(namespace.run)
     problems = {str(path): [error.message] for path, error in unreadable}
     lines = [f"{path}: damaged\n  {listed[0]}" for path, listed in problems.items()]
-    for one in checkpoints:
+    for checkpoint in checkpoints:
         started = time.monotonic()
-        wrong = problems[str(one.path)] = verify(one.path, manifest=one.manifest)
-        facts = f"{len(one.manifest.files)} files, {size(one.manifest.bytes)}, {time.monotonic() - started:.1f} s"
-        lines.append("\n  ".join([f"{one.path}: damaged", *wrong]) if wrong else f"{one.path}: intact ({facts})")
+        wrong = problems[str(checkpoint.path)] = verify(checkpoint.path, manifest=checkpoint.manifest)
+        manifest, seconds = checkpoint.manifest, time.monotonic() - started
+        facts = f"{len(manifest.files)} files, {size(manifest.bytes)}, {seconds:.1f} s"
+        lines.append(
+            "\n  ".join([f"{checkpoint.path}: damaged", *wrong]) if wrong else f"{checkpoint.path}: intact ({facts})"
+        )
     data = [{"path": path, "problems": listed} for path, listed in problems.items()]
-    return Answer(data, "\n".join(lines), int(any(problems.values())))
+    return ActionOutput(data, "\n".join(lines), int(any(problems.values())))
 
 
-def _diff(namespace: argparse.Namespace) -> Answer:
+def _diff(namespace: argparse.Namespace) -> ActionOutput:
     first, second = open_checkpoint(namespace.run), open_checkpoint(namespace.target)
     result = compare(first, second, f"{namespace.only.rstrip('.')}." if namespace.only else "")
     data: dict[str, Any] = {**vars(result), "same_tensors": result.same_tensors, "unrelated": result.unrelated}
-    data["checkpoints"] = [{"path": str(one.path), "step": one.step} for one in (first, second)]
+    data["checkpoints"] = [{"path": str(checkpoint.path), "step": checkpoint.step} for checkpoint in (first, second)]
     data["differences"] = [vars(difference) for difference in result.differences]
     places = table([("A", str(first.path), f"step {first.step}"), ("B", str(second.path), f"step {second.step}")])
     lines = _difference_lines(result, None if namespace.tensors else _SHOWN)
     if result.unrelated and not namespace.tensors:
         counts = " and ".join(str(result.tensors + len(only)) for only in (result.only_first, result.only_second))
         lines = [f"different models: of {counts} tensors none has the same name and shape in both; see --tensors"]
-    return Answer(data, "\n".join([places, *lines]), int(result.unrelated))
+    return ActionOutput(data, "\n".join([places, *lines]), int(result.unrelated))
 
 
 def _difference_lines(result: StateDifference, limit: int | None) -> list[str]:
@@ -163,14 +169,14 @@ def _difference_lines(result: StateDifference, limit: int | None) -> list[str]:
     return lines + [f"setting {name}: {one} and {other}" for name, (one, other) in result.config.items()]
 
 
-def _reshard(namespace: argparse.Namespace) -> Answer:
-    one = open_checkpoint(namespace.run)
-    path = reshard(one, target_directory(namespace.target, one), namespace.ranks)
-    data = {"source": str(one.path), "path": str(path), "ranks": namespace.ranks}
-    return Answer(data, f"wrote {path} in {namespace.ranks} parts, from {one.path}")
+def _reshard(namespace: argparse.Namespace) -> ActionOutput:
+    checkpoint = open_checkpoint(namespace.run)
+    path = reshard(checkpoint, target_directory(namespace.target, checkpoint), namespace.ranks)
+    data = {"source": str(checkpoint.path), "path": str(path), "ranks": namespace.ranks}
+    return ActionOutput(data, f"wrote {path} in {namespace.ranks} parts, from {checkpoint.path}")
 
 
-def _prune(namespace: argparse.Namespace) -> Answer:
+def _prune(namespace: argparse.Namespace) -> ActionOutput:
     for flag in ("keep_last", "keep_every"):
         if (value := getattr(namespace, flag)) is not None and value < 1:
             raise UsageError(f"--{flag.replace('_', '-')} {value}: it must be 1 or more")
@@ -182,30 +188,32 @@ def _prune(namespace: argparse.Namespace) -> Answer:
     chosen = beyond(checkpoints, namespace.keep_last, namespace.keep_every)
     notes: list[str] = []
     if not namespace.dry_run:
-        for one in chosen:
-            remove(one.path)
+        for checkpoint in chosen:
+            remove(checkpoint.path)
         notes = prune_chunks(directory)
-    paths = [str(one.path) for one in chosen]
+    paths = [str(checkpoint.path) for checkpoint in chosen]
     done = "would remove" if namespace.dry_run else "removed"
-    lines = [f"{done} {one.path} ({size(one.manifest.bytes)})" for one in chosen]
+    lines = [f"{done} {checkpoint.path} ({size(checkpoint.manifest.bytes)})" for checkpoint in chosen]
     remaining = len(checkpoints) - len(chosen)
     data = {"removed": paths, "kept": remaining, "dry_run": namespace.dry_run, "notes": notes}
-    return Answer(data, "\n".join([*lines, *notes, f"{len(chosen)} {done.split()[-1]}, {remaining} kept"]))
+    return ActionOutput(data, "\n".join([*lines, *notes, f"{len(chosen)} {done.split()[-1]}, {remaining} kept"]))
 
 
-def _copy(namespace: argparse.Namespace) -> Answer:
+def _copy(namespace: argparse.Namespace) -> ActionOutput:
     checkpoints = named_checkpoints(namespace.run)[0][::-1] if namespace.all else [open_checkpoint(namespace.run)]
     data, lines = [], []
-    for one in checkpoints:
-        directory = target_directory(namespace.target, one)
-        copied = copy_checkpoint(one, directory, lambda file: print(f"  {file}", file=sys.stderr))
-        data.append({"source": str(one.path), "path": str(copied.path), "files": copied.files, "bytes": copied.bytes})
-        were = f"copied {one.path} to {copied.path} ({copied.files} files, {size(copied.bytes)})"
+    for checkpoint in checkpoints:
+        directory = target_directory(namespace.target, checkpoint)
+        copied = copy_checkpoint(checkpoint, directory, lambda file: print(f"  {file}", file=sys.stderr))
+        data.append(
+            {"source": str(checkpoint.path), "path": str(copied.path), "files": copied.files, "bytes": copied.bytes}
+        )
+        were = f"copied {checkpoint.path} to {copied.path} ({copied.files} files, {size(copied.bytes)})"
         lines.append(were if copied.files else f"{copied.path} is complete already")
-    return Answer(data, "\n".join(lines))
+    return ActionOutput(data, "\n".join(lines))
 
 
-ACTIONS: dict[str, Callable[[argparse.Namespace], Answer]] = {
+ACTIONS: dict[str, Callable[[argparse.Namespace], ActionOutput]] = {
     "ls": _list,
     "inspect": _inspect,
     "check": _check,

@@ -45,12 +45,12 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--gpus", metavar="N", help="GPUs of the job")
     add("--gpu", metavar="NAME", help="h100, a100-40, h200, ..., or measured (by phalanx bench machine)")
-    add("--instance", metavar="NAME", help="machines of a provider: p5.48xlarge, a3-megagpu-8g, ...")
-    add("--nodes", type=int, metavar="N", help="machines [1 with --instance]")
-    add("--gpus-per-node", type=int, metavar="N", help="GPUs of one machine [8, or those of the instance type]")
-    add("--intra-node", metavar="LINK", help="link within a machine: nvlink4, pcie4, ... [the GPU's]")
-    add("--inter-node", metavar="LINK", help="link between machines: infiniband-ndr, efa, ...")
-    add("--inter-node-gbps", type=float, metavar="X", help="Gbit/s per machine and direction between machines")
+    add("--instance", metavar="NAME", help="instance type of a provider: p5.48xlarge, a3-megagpu-8g, ...")
+    add("--nodes", type=int, metavar="N", help="nodes [1 with --instance]")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs of one node [8, or those of the instance type]")
+    add("--intra-node", metavar="LINK", help="link within a node: nvlink4, pcie4, ... [the GPU's]")
+    add("--inter-node", metavar="LINK", help="link between nodes: infiniband-ndr, efa, ...")
+    add("--inter-node-gbps", type=float, metavar="X", help="Gbit/s per node and direction between nodes")
     add("--oversubscription", type=float, metavar="X", help="a tree network with X times fewer links at its top")
     add("--price", type=float, metavar="X", help="price per GPU and hour [the list price of the instance type]")
     add(

@@ -170,10 +170,10 @@ def _of_instances(namespace: argparse.Namespace, changes: dict[str, Any]) -> Clu
 
 
 def _check_count(namespace: argparse.Namespace, gpus: int, per_node: int, kind: str) -> None:
-    """Refuse numbers of machines and GPUs that contradict each other."""
+    """Refuse numbers of nodes and GPUs that contradict each other."""
     if namespace.nodes not in (None, math.ceil(gpus / per_node)):
         raise UsageError(
-            f"--nodes {namespace.nodes} --gpus {gpus}: {namespace.nodes} machines{kind} have "
+            f"--nodes {namespace.nodes} --gpus {gpus}: {namespace.nodes} nodes{kind} have "
             f"{namespace.nodes * per_node} GPUs, {per_node} in each",
             hint=f"Leave --gpus out, or write --nodes {math.ceil(gpus / per_node)}.",
         )

@@ -11,6 +11,9 @@ from phalanx.cli.flags import SECTIONS
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import Recipe, load_recipe
 from phalanx.recipes.imports import is_import_path, load_import
+from phalanx.zoo.data import maker as data_maker
+from phalanx.zoo.models.registry import maker as model_maker
+from phalanx.zoo.models.registry import presets
 
 PARTS = ("model", "data", "loss", "augment")
 """The tables of a recipe whose options can be listed."""
@@ -88,9 +91,7 @@ def _options_help(verb: str, name: str, recipe: Recipe, part: str) -> str:
 
 
 def _of_model(name: str, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    from phalanx.zoo.models.registry import maker, presets
-
-    make = maker(name)
+    make = model_maker(name)
     defaults = _defaults(make)
     sizes = presets(name) if not is_import_path(name) else {}
     if sizes:
@@ -102,9 +103,7 @@ def _of_model(name: str, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
 
 
 def _of_data(name: str, _: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    from phalanx.zoo.data import maker
-
-    make = maker(name)
+    make = data_maker(name)
     return make, {key: value for key, value in _defaults(make).items() if key not in ("split", "root")}
 
 

@@ -59,7 +59,7 @@ def resume_job(record: JobRecord, words: Sequence[str]) -> int:
     os.chdir(record.directory)
     stored = StoredRun(Path(record.run_dir))
     if status.state != "lost" and stored.record is not None:
-        note_end(stored)  # as its scheduler knows, also if its machine was lost and it has not reported its end
+        note_end(stored)  # as its scheduler knows, also if its node was lost and it has not reported its end
     describe = describe_search if record.verb == "tune" else describe_job
     job, _, _ = describe(record.arguments, _next_name(record.name))
     target = target_of(record)

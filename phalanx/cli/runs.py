@@ -112,7 +112,7 @@ def parser(action: str) -> FlagParser:
         parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
         parser.add_argument("--rank", type=int, metavar="N", help="of one rank only")
     if action == "stop":
-        help = "note that a run on another host has ended without a report: its machine was lost"
+        help = "note that a run on another host has ended without a report: its node was lost"
         parser.add_argument("--ended", action="store_true", help=help)
     if action in ("diff", "rm"):
         parser.add_argument("runs", nargs=2 if action == "diff" else "+", metavar="RUN")

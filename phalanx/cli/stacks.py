@@ -69,7 +69,7 @@ def _show_ended(stored: StoredRun, stack_files: dict[int, Path], threads: bool) 
                 f"the ranks of {stored.name} belong to the user {owner}, and their stacks cannot be asked for",
                 hint=f"Run: sudo -u {owner} phalanx stacks {stored.name}",
             )
-        host = stored.record.host if stored.record is not None else "another machine"
+        host = stored.record.host if stored.record is not None else "another node"
         raise UsageError(f"no rank of {stored.name} runs on this machine", hint=f"Run it on {host}, or in a moment.")
     texts = {rank: latest_dump(path.read_text(errors="replace"), threads) for rank, path in sorted(stack_files.items())}
     texts = {rank: text for rank, text in texts.items() if text}
@@ -164,7 +164,7 @@ def _print_groups(texts: dict[int, str]) -> None:
 
 
 def _note_others(stored: StoredRun, pids: dict[int, int]) -> None:
-    """Say that ranks on other machines are not shown."""
+    """Say that ranks on other nodes are not shown."""
     total = int(stored.begun.get("world_size", 0))
     if len(pids) < total:
         print(f"{len(pids)} of {total} ranks are on this machine; run the same command on the others for theirs")

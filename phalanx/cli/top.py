@@ -26,7 +26,7 @@ _SLOWEST = 10
 _OLD = 15.0
 """A heartbeat that is older than this, and than ten steps, is marked."""
 _LIVE = ("running", "unknown")
-"""Statuses of a run that may go on; unknown: on another machine."""
+"""Statuses of a run that may go on; unknown: on another node."""
 
 
 def _share(value: float) -> str:

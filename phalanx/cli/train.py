@@ -359,9 +359,9 @@ def _rank_environment(
 
 
 def _is_node_of(started: RankEnv, config: DistributedConfig) -> bool:
-    """Whether a scheduler started one process per machine, which starts the ranks of that machine."""
+    """Whether a scheduler started one process per node, which starts the ranks of that node."""
     one_per_node = started.started_by in {"srun", "mpirun"} and started.local_world_size == 1
-    # A rank by itself on each machine needs no launcher, unless one has to replace it.
+    # A rank by itself on each node needs no launcher, unless one has to replace it.
     starts_others = config.num_nodes < (config.total_ranks or 0) or config.max_restarts or config.min_workers
     return one_per_node and started.world_size == config.num_nodes and bool(starts_others)
 

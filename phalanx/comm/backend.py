@@ -1,7 +1,7 @@
 """The backend "phalanx" of torch.distributed: `init_process_group("phalanx")`.
 
-Ranks of one machine communicate in shared memory. Everything else (point-to-point messages, other operations, several
-machines, a full /dev/shm) uses a gloo group that belongs to each group, so that what runs on gloo runs here.
+Ranks of one node communicate in shared memory. Everything else (point-to-point messages, other operations, several
+nodes, a full /dev/shm) uses a gloo group that belongs to each group, so that what runs on gloo runs here.
 """
 
 from __future__ import annotations

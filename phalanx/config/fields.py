@@ -110,7 +110,7 @@ class Parallelism:
     strategy: str = option(
         "auto",
         "how the ranks share the work (auto: the default of the backend, with shared memory on the CPUs of one "
-        "machine, or fsdp for a model whose copies do not fit)",
+        "node, or fsdp for a model whose copies do not fit)",
         choices=STRATEGY_NAMES,
         entry_points="phalanx.strategies",
     )
@@ -399,7 +399,7 @@ class Communication:
 
     communication_backend: str | None = option(
         None,
-        "nccl, gloo, mpi or phalanx (shared memory within a machine; default: nccl on CUDA, gloo on CPU)",
+        "nccl, gloo, mpi or phalanx (shared memory within a node; default: nccl on CUDA, gloo on CPU)",
         choices=(None, "nccl", "gloo", "mpi", "phalanx"),
         scope="layout",
     )

@@ -34,7 +34,7 @@ def count_ranks(settings: Mapping[str, Any], ranges: Container[str]) -> tuple[di
     elif per_node is not None and values.get("hosts"):
         text = f"gpus_per_node = {per_node} with hosts = {values['hosts']!r}, which says it: leave gpus_per_node out."
         mistakes = [("gpus_per_node", text)]
-    elif per_node is not None and isinstance(nodes, int):  # else `problem` reports the number of machines
+    elif per_node is not None and isinstance(nodes, int):  # else `problem` reports the number of nodes
         product = nodes * per_node
         if total not in (None, product):
             text = f"{name} = {total} is not num_nodes x gpus_per_node = {nodes} x {per_node} = {product}."

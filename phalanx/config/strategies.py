@@ -27,7 +27,7 @@ ENTRY_POINTS = "phalanx.strategies"
 TABLE: tuple[StrategyRow, ...] = (
     StrategyRow(
         "ddp",
-        "--strategy ddp (the default; without the flag, CPU ranks of one machine average in shared memory)",
+        "--strategy ddp (the default; without the flag, CPU ranks of one node average in shared memory)",
         "every rank holds the whole model; gradients are averaged during backward",
         "the model, its gradients and optimizer states fit on one device",
         "everything below except fsdp and zero; with another axis the data axis is sharded",
@@ -39,8 +39,8 @@ TABLE: tuple[StrategyRow, ...] = (
     StrategyRow(
         "ring",
         "--strategy ring [--compression NAME], and --fixed-order",
-        "ddp with Phalanx's collectives: gradients in shared memory within a machine, a ring between machines",
-        "the ranks are CPUs of one machine (faster than ddp), or a run must give equal bits at 1, 2, 4 and 8 ranks",
+        "ddp with Phalanx's collectives: gradients in shared memory within a node, a ring between nodes",
+        "the ranks are CPUs of one node (faster than ddp), or a run must give equal bits at 1, 2, 4 and 8 ranks",
         "accumulation, clipping, compression, compile; no other axis",
         "phalanx.strategies.ring_ddp:RingDDP",
         facts=StrategyFacts(replicates=True, averages_gradients=True, recovery="resize", compressors=COMPRESSORS),
@@ -67,7 +67,7 @@ TABLE: tuple[StrategyRow, ...] = (
         "fsdp",
         "--strategy fsdp [--sharding full|grad-op|hybrid|hybrid-grad-op] [--offload cpu]",
         "parameters, gradients and optimizer states are sharded; blocks are gathered one at a time",
-        "they do not fit; grad-op trades memory for less traffic, hybrid shards within a machine only",
+        "they do not fit; grad-op trades memory for less traffic, hybrid shards within a node only",
         "tensor, pipeline (not zero-bubble), context, expert, lora; one rank runs the bare model",
         "phalanx.strategies.fsdp:FSDP",
         facts=StrategyFacts(shards=True, averages_gradients=True, needs_contiguous=True, recovery="replace", axes=AXES),
@@ -91,7 +91,7 @@ TABLE: tuple[StrategyRow, ...] = (
         "pipeline",
         "--pipeline-parallel N [--pipeline-schedule gpipe|1f1b|interleaved|zero-bubble] [--microbatches M]",
         "the model is cut into stages on different ranks; parts of a batch go through them one by one",
-        "the model does not fit, and links between machines are slow",
+        "the model does not fit, and links between nodes are slow",
         "ddp, fsdp, tensor, context",
     ),
     StrategyRow(

@@ -2,8 +2,8 @@
 
 In the launcher: `Diagnosis` decides when to look, `Evidence` reads what ranks have left (error files, exit codes,
 heartbeats, stacks), `inquiry` asks the ranks of all nodes for their collectives, `blame` compares these, and
-`exits` says how a rank ended. In a rank: `calls` and `records` keep its collectives, `out_of_memory`, `numbers` and
-`nonfinite` explain what went wrong inside a step.
+`exits` says how a rank ended. In a rank: `records` reads its collectives, `answer` writes them for the launcher,
+`overdue` finds late ones; `out_of_memory`, `numbers` and `nonfinite` explain what went wrong inside a step.
 
 Other rooms use the names of this page alone (`phalanx.features`); each is imported when it is used.
 """
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from phalanx.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from phalanx.diagnosis.answer import answer_launcher, write_calls
     from phalanx.diagnosis.blame import Blame
-    from phalanx.diagnosis.calls import answer_launcher, process_of, read_calls, write_calls
+    from phalanx.diagnosis.calls import process_of, read_calls
     from phalanx.diagnosis.evidence import Evidence
     from phalanx.diagnosis.exits import RankExit, explain, find_first_cause
     from phalanx.diagnosis.inquiry import Diagnosis
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
     from phalanx.diagnosis.numbers import NumberWatch
     from phalanx.diagnosis.out_of_memory import MemoryWatch
     from phalanx.diagnosis.point_to_point import record_messages
-    from phalanx.diagnosis.records import Joined
+    from phalanx.diagnosis.records import CallHistory
     from phalanx.diagnosis.stacks import latest_dump
 
 _NAMES = {
+    ".answer": "answer_launcher write_calls",
     ".blame": "Blame",
-    ".calls": "answer_launcher process_of read_calls write_calls",
+    ".calls": "process_of read_calls",
     ".evidence": "Evidence",
     ".exits": "RankExit explain find_first_cause",
     ".inquiry": "Diagnosis",
@@ -39,16 +41,16 @@ _NAMES = {
     ".numbers": "NumberWatch",
     ".out_of_memory": "MemoryWatch",
     ".point_to_point": "record_messages",
-    ".records": "Joined",
+    ".records": "CallHistory",
     ".stacks": "latest_dump",
 }
 __getattr__ = lazy_names(__name__, _NAMES)
 
 __all__ = [
     "Blame",
+    "CallHistory",
     "Diagnosis",
     "Evidence",
-    "Joined",
     "MemoryWatch",
     "NumberWatch",
     "RankExit",

@@ -95,11 +95,11 @@ def _find_mismatch(by_rank: Mapping[int, RankCalls], key: Key, calls: Calls) -> 
     last = {rank: max(by_number) for rank, by_number in with_calls.items()}
     begin = max(min(by_number) for by_number in with_calls.values())
     for number in range(begin, sorted(last.values())[-2] + 1):
-        there = {rank: by_number[number] for rank, by_number in with_calls.items() if number in by_number}
-        is_end = any(last[rank] == number for rank in there)
-        kinds = {rank: _kind(call, exact=is_end) for rank, call in there.items()}
+        entered = {rank: by_number[number] for rank, by_number in with_calls.items() if number in by_number}
+        is_end = any(last[rank] == number for rank in entered)
+        kinds = {rank: _kind(call, exact=is_end) for rank, call in entered.items()}
         if len(set(kinds.values())) > 1:
-            return _explain_mismatch(by_rank, calls, there, kinds)
+            return _explain_mismatch(by_rank, calls, entered, kinds)
     return None
 
 
@@ -111,23 +111,23 @@ def _kind(call: Call, *, exact: bool) -> tuple[str, str]:
 def _explain_mismatch(
     by_rank: Mapping[int, RankCalls],
     calls: Calls,
-    there: Mapping[int, Call],
+    entered: Mapping[int, Call],
     kinds: Mapping[int, tuple[str, str]],
 ) -> Blame:
     counts = Counter(kinds.values())
 
     def doubt(rank: int) -> tuple[int, bool, int]:
-        return -counts[kinds[rank]], not _is_usual(calls[rank], there[rank]), rank
+        return -counts[kinds[rank]], not _is_usual(calls[rank], entered[rank]), rank
 
-    guilty = max(there, key=doubt)
-    guilty_call = there[guilty]
-    usual = min(there, key=doubt)
-    peers = [rank for rank in there if kinds[rank] == kinds[usual]]
-    right = there[usual]
+    guilty = max(entered, key=doubt)
+    guilty_call = entered[guilty]
+    usual = min(entered, key=doubt)
+    peers = [rank for rank in entered if kinds[rank] == kinds[usual]]
+    right = entered[usual]
     cause = _difference(guilty_call, right, peers, skips=_comes_later(calls[usual], right, guilty_call))
-    remaining = [rank for rank in there if rank != guilty and rank not in peers]
-    lines = [f"rank {rank} called {there[rank].text} at {there[rank].where}" for rank in remaining[:_LISTED]]
-    return Blame(guilty, cause, tuple(lines), min(call.began for call in there.values()))
+    remaining = [rank for rank in entered if rank != guilty and rank not in peers]
+    lines = [f"rank {rank} called {entered[rank].text} at {entered[rank].where}" for rank in remaining[:_LISTED]]
+    return Blame(guilty, cause, tuple(lines), min(call.began for call in entered.values()))
 
 
 def _difference(call: Call, right: Call, peers: Sequence[int], *, skips: bool) -> str:

@@ -235,7 +235,7 @@ class Evidence:
         lines += [str(blame)] if blame is not None else []
         if nodes:
             lost_nodes = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
-            cause = f"{lost_nodes} sent no heartbeat: the machine, its network or its launcher was lost"
+            cause = f"{lost_nodes} sent no heartbeat: the node, its network or its launcher was lost"
         else:
             cause = "a rank of another node was lost or did not answer"
         hint = "Look at the output of the launcher there, and at the network between the nodes."

@@ -47,7 +47,7 @@ class MemoryBreakdown:
 
     device: str
     limit: float
-    """What the device has, or on the CPU the machine or control group, for all ranks together."""
+    """What the device has, or on the CPU the node or control group, for all ranks together."""
     parameters: float
     gradients: float
     optimizer: float
@@ -57,7 +57,7 @@ class MemoryBreakdown:
     """Before training: the interpreter, libraries, data; on CUDA nothing."""
     ranks: int = 1
     local_ranks: int = 1
-    """Ranks that share the limit: those of the machine on the CPU, those of the GPU on it."""
+    """Ranks that share the limit: those of the node on the CPU, those of the GPU on it."""
     strategy: str = "ddp"
     precision: str = "fp32"
     batch_size: int = 1

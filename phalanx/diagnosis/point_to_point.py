@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from phalanx.diagnosis.records import Joined
+from phalanx.diagnosis.records import CallHistory
 from phalanx.observe.call_ring import CallRing, PairCalls, call_ring
 from phalanx.torch_compat import source_rank
 
@@ -54,7 +54,7 @@ class _Recorder:
     def wrap_start(self, name: str) -> None:
         """Record the messages that a method of process groups sends or requests."""
         original, pairs, works = getattr(dist.ProcessGroup, name), self._pairs, self._works
-        op, reference, counts = name[:4], weakref.ref, Joined.messages
+        op, reference, counts = name[:4], weakref.ref, CallHistory.messages
 
         def start(group: ProcessGroup, tensors: Sequence[Tensor], *places: int) -> Work:
             work: Work

@@ -27,7 +27,7 @@ _ELSEWHERE = "192.0.2.1"
 
 
 def loopback_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep ranks of one machine on loopback: gloo and nccl accept every connection."""
+    """Return the variables that keep ranks of one node on loopback: gloo and nccl accept every connection."""
     card = _card_with(LOOPBACK)
     return {name: card for name in (VARIABLE, "NCCL_SOCKET_IFNAME") if card is not None and name not in environ}
 
@@ -51,7 +51,7 @@ def default_interface() -> str | None:
 def own_address(master: str, *, one_node: bool = False) -> str:
     """Return this machine's address as other ranks reach it: that of the card on the way to the master.
 
-    Ranks of one machine use loopback.
+    Ranks of one node use loopback.
     """
     if one_node or is_loopback(master):
         return LOOPBACK
@@ -71,7 +71,7 @@ def free_port(local_rank: int = 0) -> int:
     """Return a free TCP port for a library that listens later and does not accept an open socket.
 
     It is chosen below the range from which Linux takes ports for sockets without a number, so that none of those gets
-    it meanwhile; ranks of one machine search different parts of the range.
+    it meanwhile; ranks of one node search different parts of the range.
     """
     draw = random.Random(f"{os.getpid()} {time.time_ns()}")
     first = _PORTS.start + (local_rank % _LANES) * (len(_PORTS) // _LANES)

@@ -65,7 +65,7 @@ def driver_version() -> str:
 
 
 def ranks_per_gpu(ranks: int, gpus: int) -> int:
-    """Return the most ranks on one GPU where the ranks of a machine are spread over its GPUs in turn."""
+    """Return the most ranks on one GPU where the ranks of a node are spread over its GPUs in turn."""
     return -(-ranks // gpus) if gpus else 1
 
 

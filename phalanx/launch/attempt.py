@@ -50,9 +50,9 @@ class _RunningRanks:
         if context.spec.elastic is not None:
             self.recovery = feature("recovery").ElasticControl(context, self.diagnosis, failures)
         ranks = tuple(state.rank for state in self.group.states)
-        found = (self.diagnosis.name_missing, self.diagnosis.describe_start)
-        self._start_watch = StartWatch(context.spec, ranks, context.node.world_size, *found)
-        self.group.on_event = self._take_event
+        texts = (self.diagnosis.name_missing, self.diagnosis.describe_start)
+        self._start_watch = StartWatch(context.spec, ranks, context.node.world_size, *texts)
+        self.group.on_event = self._on_event
 
     @property
     def watches(self) -> list[Watch]:
@@ -65,16 +65,16 @@ class _RunningRanks:
         """By kind, what to do about a message of the store agent."""
         return {**self.diagnosis.handlers, **({} if self.recovery is None else self.recovery.handlers)}
 
-    def take_message(self, message: ProcessStarted | ProcessExited | ProcessRefused, now: float) -> RankState | None:
+    def on_message(self, message: ProcessStarted | ProcessExited | ProcessRefused, now: float) -> RankState | None:
         """Take a message of the fork server; return the rank that has just ended, if one has."""
-        state = self.group.take_message(message)
+        state = self.group.on_message(message)
         if state is None:
             return None
-        self._start_watch.take_process(state, now)
+        self._start_watch.on_process(state, now)
         return None if state.alive else state
 
-    def _take_event(self, event: dict[str, Any]) -> None:
-        self._start_watch.take_event(event, time.monotonic())
+    def _on_event(self, event: dict[str, Any]) -> None:
+        self._start_watch.on_event(event, time.monotonic())
         self._context.console.handle(event)
         if event["event"] == "overdue":  # over nccl a rank that waits too long raises no error
             self.diagnosis.note_late(event["rank"], event["text"])
@@ -111,28 +111,28 @@ class Attempt(LauncherLoop):
         self._notices = StartupNotices(spec, time.monotonic(), console.notice, serving=session.server.is_serving)
         self._watches: list[Watch] = [self._notices]
         self._handlers: dict[str, Callable[..., None]] = {
-            "arrived": lambda nodes: self._notices.take_arrived(nodes, time.monotonic()),
+            "arrived": lambda nodes: self._notices.on_arrived(nodes, time.monotonic()),
             "node": lambda node: self._start(NodeInfo(**node)),
-            "remote_failure": self._take_remote_failure,
-            "all_ended": self._take_all_ended,
-            "error": self._take_error,
+            "remote_failure": self._on_remote_failure,
+            "all_ended": self._on_all_ended,
+            "error": self._on_error,
         }
         """By kind, what to do about a message of the store agent; those about running ranks are added with these."""
 
     def run(self, shared_env: dict[str, str]) -> Outcome:
         """Follow the attempt to its end."""
         self._shared_env = {**shared_env, "PHALANX_FAILURES": str(self._failures_before)}
-        self._selector.register(self._session, selectors.EVENT_READ, self._take_process)
+        self._selector.register(self._session, selectors.EVENT_READ, self._on_process)
         try:
             node = self._rendezvous.begin(self._number)
             if node is not None:
                 self._start(node)
             elif self._rendezvous.agent is not None:
-                self._selector.register(self._rendezvous.agent, selectors.EVENT_READ, self._take_rendezvous)
+                self._selector.register(self._rendezvous.agent, selectors.EVENT_READ, self._on_rendezvous)
             self._follow()
         except ForkServerDiedError:
             # A signal to the whole process group ends the fork server as well.
-            self._take_signals()
+            self._on_signals()
             if not self._is_stopping:
                 raise
         finally:
@@ -143,7 +143,7 @@ class Attempt(LauncherLoop):
         return self._outcome()
 
     def _start(self, node: NodeInfo) -> None:
-        self._notices.take_gathered(time.monotonic())
+        self._notices.on_gathered(time.monotonic())
         group = RankGroup(self._spec, node, self._session, self._console)
         parts = (self._console, self._rendezvous, self._selector, self._later, self._fail)
         context = LauncherContext(self._spec, node, group, *parts, lambda: self._is_stopping)
@@ -165,7 +165,7 @@ class Attempt(LauncherLoop):
 
     # --- what arrives -------------------------------------------------------------------------------------------
 
-    def _take_rendezvous(self) -> None:
+    def _on_rendezvous(self) -> None:
         message = self._rendezvous.receive()
         if message is None:
             assert self._rendezvous.agent is not None
@@ -175,38 +175,38 @@ class Attempt(LauncherLoop):
             if kind in self._handlers:
                 self._handlers[kind](value, **dict(fields))
 
-    def _take_process(self) -> None:
+    def _on_process(self) -> None:
         message: ProcessStarted | ProcessExited | ProcessRefused = parse(self._session.receive())
         now = time.monotonic()
-        self._notices.take_serving(now)
+        self._notices.on_serving(now)
         if isinstance(message, ProcessExited) and message.key == self._rendezvous.agent_key:
             cause = f"the process that hosts the ranks' store {how_it_ended(message.code)}."
             self._fail(FailureReport(cause=cause, exit_code=1))
         if self._running is None:
             return
-        ended = self._running.take_message(message, now)
+        ended = self._running.on_message(message, now)
         if self.has_started:
             self._notices.end()
         if ended is not None:
             self._assess(self._running, ended)
 
-    def _take_remote_failure(self, failure: dict[str, Any]) -> None:
+    def _on_remote_failure(self, failure: dict[str, Any]) -> None:
         # This node may have failed at the same time; the store keeps the first failure.
         self._failure = FailureReport.from_message(failure)
         if self._failure.rank is None:  # the cause may be here: keep where the ranks are
             self._signal_ranks(signal.SIGQUIT)
         self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
-    def _take_all_ended(self, _: bool) -> None:
+    def _on_all_ended(self, _: bool) -> None:
         self._all_ended = True
 
-    def _take_error(self, cause: str, hint: str, usage: bool) -> None:
-        """Stop: the agent has ended, and with it this machine's connection to the others."""
+    def _on_error(self, cause: str, hint: str, usage: bool) -> None:
+        """Stop: the agent has ended, and with it this node's connection to the others."""
         code = EXIT_USAGE if usage else 1
         self._fail(FailureReport(cause=cause, hint=hint, exit_code=code), final=True)
 
-    def _take_signals(self) -> None:
-        super()._take_signals()
+    def _on_signals(self) -> None:
+        super()._on_signals()
         if self._inbox.take_resize() and self._running is not None:
             self._running.group.resize()
 
@@ -231,7 +231,7 @@ class Attempt(LauncherLoop):
         return self._failure is None and not self._killing and number > 0 and number != self._requested
 
     def _fail(self, failure: FailureReport, *, final: bool = False) -> None:
-        """Stop the ranks. `final`: this machine alone ends, and does not start again."""
+        """Stop the ranks. `final`: this node alone ends, and does not start again."""
         if self._is_stopping:
             return
         self._failure, self._final = failure, final

@@ -33,7 +33,7 @@ class LauncherContext:
     selector: selectors.BaseSelector
     later: Callable[[float, Callable[[], None]], None]
     fail: Callable[..., None]
-    """Gets a `FailureReport`; with `final=True` this machine alone ends, and does not start again."""
+    """Gets a `FailureReport`; with `final=True` this node alone ends, and does not start again."""
     is_stopping: Callable[[], bool]
 
 
@@ -94,7 +94,7 @@ class Recovery(Protocol):
         """How many failures the run has survived."""
 
     def listen(self) -> None:
-        """Handle messages of the ranks of this machine, which have been started."""
+        """Handle messages of the ranks of this node, which have been started."""
 
     def on_loss(self, ended: RankState, how: str) -> bool:
         """Replace a rank that has ended with an error; return whether the run goes on."""
@@ -109,4 +109,4 @@ class Recovery(Protocol):
         """Let ranks that wait for a place end: the attempt is over."""
 
     def all_ended(self) -> bool:
-        """Whether the ranks of all machines have ended; called when those of this one have."""
+        """Whether the ranks of all nodes have ended; called when those of this one have."""

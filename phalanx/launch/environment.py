@@ -30,21 +30,21 @@ class NodeInfo:
     run_id: str = ""
     """The name that the nodes agreed on for this launch; empty: this node's own, `LaunchSpec.run_id`."""
     own: str = ""
-    """This machine's name among several whose number may change (`nodes`)."""
+    """This node's name among several whose number may change (`nodes`)."""
     leader: str = ""
-    """The machine whose launcher decides about the ranks."""
-    machines: Sequence[Sequence[Any]] = ()
-    """Name, host and ranks of each machine."""
+    """The node whose launcher decides about the ranks."""
+    nodes: Sequence[Sequence[Any]] = ()
+    """Name, host and ranks of each node."""
     late: bool = False
-    """Whether this machine came when the others had begun."""
+    """Whether this node came when the others had begun."""
     round: int = 0
-    """How many times the machines have gathered before."""
+    """How many times the nodes have gathered before."""
     term: int = 0
-    """How many times another machine has become the leader."""
+    """How many times another node has become the leader."""
 
     def without(self, names: set[str]) -> NodeInfo:
-        """Return this with some machines left out."""
-        return dataclasses.replace(self, machines=[each for each in self.machines if each[0] not in names])
+        """Return this with some nodes left out."""
+        return dataclasses.replace(self, nodes=[node for node in self.nodes if node[0] not in names])
 
 
 def threads_per_rank(spec: LaunchSpec, environ: Mapping[str, str]) -> int:

@@ -1,9 +1,9 @@
-"""Rendezvous of several machines: each writes an entry into the leader's store and gets its place among the others.
+"""Rendezvous of several nodes: each writes an entry into the leader's store and gets its place among the others.
 
-A machine writes its entry and waits for one key of its own; the leader, which hosts the store, reads all entries at
-once and writes all places at once. So the messages and bytes of every other machine do not depend on their number.
+A node writes its entry and waits for one key of its own; the leader, which hosts the store, reads all entries at
+once and writes all places at once. So the messages and bytes of every other node do not depend on their number.
 
-If the number of machines may change, each has to know all others. That list is read from machine to machine: each has
+If the number of nodes may change, each has to know all others. That list is read from node to node: each has
 it from another one, and up to eight others from it, so that the leader does not send it to all.
 
 `Roster` decides who takes part, and `Gathering` reads and writes the store. Values are JSON, signed where the job has a
@@ -18,34 +18,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import DistStoreError, Store
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.messages import Message
 from phalanx.launch.membership import Entry, Heartbeats, Quorum
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 _POLL_SECONDS = 0.05
 _WAITING_BEATS_PER_SECOND = 1_000
 _MISSED_BEATS = 5
-"""A waiting machine that has missed this many heartbeats does not count; it may have been started again."""
+"""A waiting node that has missed this many heartbeats does not count; it may have been started again."""
 _ARRIVALS, _PRESENT = "arrivals", "present"
 MOVED = "moved"
 """A key of a store at the endpoint: where the run goes on, if its first leader was lost and is started again."""
 DECIDED, NODES = "decided", "nodes"
-"""Keys of what all machines have in common, and of the entries of those that take part, if their number may change."""
+"""Keys of what all nodes have in common, and of the entries of those that take part, if their number may change."""
 HEARING_SECONDS = 1.5
-"""How long the first machine waits at least: a run that has moved away says so (`MOVED`) within this time."""
+"""How long the first node waits at least: a run that has moved away says so (`MOVED`) within this time."""
 _READERS = 8
-"""How many machines read the list of all from one that has it."""
+"""How many nodes read the list of all from one that has it."""
 _NAMED = 8
-"""How many machines an error names."""
+"""How many nodes an error names."""
 
 
 class MovedError(Exception):
-    """The run that began here goes on at another address, where another machine took over."""
+    """The run that began here goes on at another address, where another node took over."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         super().__init__(f"the run has moved to {address[0]}:{address[1]}")
@@ -53,40 +52,40 @@ class MovedError(Exception):
 
 
 class Roster:
-    """The machines that have come, as the leader counts them, and when they are enough; no store and no clock."""
+    """The nodes that have come, as the leader counts them, and when they are enough; no store and no clock."""
 
     def __init__(self, request: Message, endpoint: str, now: float, before: Quorum | None = None) -> None:
-        """`before`: the machines of the attempt before, of which enough have to come: the others may go on."""
+        """`before`: the nodes of the attempt before, of which enough have to come: the others may go on."""
         self._endpoint, self._before = endpoint, before
         self.num_nodes: int = request["num_nodes"]
         self._least: int | None = request.get("min_ranks")
-        """How many ranks are enough; None: those of all machines."""
+        """How many ranks are enough; None: those of all nodes."""
         self._seconds: float = request["seconds"]
         self._began, self.deadline = now, now + self._seconds
-        # 64 machines that wait send a heartbeat every second, 4,096 every 4 s: the store's load does not grow.
+        # 64 nodes that wait send a heartbeat every second, 4,096 every 4 s: the store's load does not grow.
         self.beat_seconds = max(1.0, self.num_nodes / _WAITING_BEATS_PER_SECOND)
         self.silent_seconds = _MISSED_BEATS * self.beat_seconds
         self.entries: dict[str, Entry] = {}
-        """The machines that have come, in the order of arrival."""
+        """The nodes that have come, in the order of arrival."""
         self._beats = Heartbeats()
 
     @property
     def may_change(self) -> bool:
-        """Whether the number of machines may change."""
+        """Whether the number of nodes may change."""
         return self._least is not None
 
     def take(self, entries: Mapping[str, Entry], beats: Mapping[str, Any], now: float) -> None:
-        """Take the entries of machines that came since, and the heartbeats of all."""
+        """Take the entries of nodes that came since, and the heartbeats of all."""
         self.entries |= entries
         self._beats.watch(self.entries, now)
         self._beats.take(beats, now)
 
     def absent(self, now: float) -> set[str]:
-        """Return the machines that have come and gone."""
+        """Return the nodes that have come and gone."""
         return set(self._beats.silent(self.silent_seconds, now))
 
     def present(self, now: float) -> dict[str, Entry]:
-        """Return the entries of the machines that are present, in the order of arrival."""
+        """Return the entries of the nodes that are present, in the order of arrival."""
         silent = self.absent(now)
         return {name: entry for name, entry in sorted(self.entries.items()) if name not in silent}
 
@@ -113,7 +112,7 @@ class Roster:
         return {named[index]: taking_part[named[index]] for index in order}
 
     def places(self, taking_part: Mapping[str, Entry], facts: Message) -> dict[str, Message]:
-        """Return the place of each machine: `facts`, the same for all, with its node rank and its first rank."""
+        """Return the place of each node: `facts`, the same for all, with its node rank and its first rank."""
         facts = self.facts(taking_part, facts)
         places, first_rank, entries = dict[str, Message](), 0, list(taking_part.values())
         for node_rank, (node, entry) in enumerate(taking_part.items()):
@@ -128,24 +127,24 @@ class Roster:
 
     @staticmethod
     def facts(taking_part: Mapping[str, Entry], facts: Message) -> Message:
-        """Return what all machines that take part have in common."""
+        """Return what all nodes that take part have in common."""
         world_size = sum(entry["ranks"] for entry in taking_part.values())
         return {**facts, "num_nodes": len(taking_part), "world_size": world_size}
 
     # --- errors -------------------------------------------------------------------------------------------------
 
     def without_this_one(self) -> UsageError:
-        """Return the error of a machine that is one too many."""
+        """Return the error of a node that is one too many."""
         return UsageError(
-            f"{self.num_nodes} machines have joined at {self._endpoint} without this one.",
-            hint="Start one launcher per machine, and give every job its own port (--rdzv-endpoint).",
+            f"{self.num_nodes} nodes have joined at {self._endpoint} without this one.",
+            hint="Start one launcher per node, and give every job its own port (--rdzv-endpoint).",
         )
 
     def _split(self) -> PhalanxError:
         return PhalanxError(
-            f"too few machines came again at {self._endpoint} within {self._seconds:.0f} s; "
-            "the others may continue the run, and this machine stops to avoid a split.",
-            hint="Half of the machines, or more, must see each other, with the one that decides among them.",
+            f"too few nodes came again at {self._endpoint} within {self._seconds:.0f} s; "
+            "the others may continue the run, and this node stops to avoid a split.",
+            hint="Half of the nodes, or more, must see each other, with the one that decides among them.",
         )
 
     def too_few(self, now: float) -> PhalanxError:
@@ -156,20 +155,20 @@ class Roster:
         if self._least is not None:
             return PhalanxError(
                 f"too few ranks joined {within}: {_some(came)} came, and {self._least} ranks are needed.",
-                hint="Start the same command on every machine, or lower the minimum: --num-workers 2:8.",
+                hint="Start the same command on every node, or lower the minimum: --num-workers 2:8.",
             )
         given = {entry["node_rank"] for entry in present}
         numbers = [f"node {number}" for number in range(self.num_nodes) if number not in given]
         who = f": {_some(came)} came" if came else ""
         who += f", {_some(numbers)} did not" if came and None not in given else ""
         return PhalanxError(
-            f"not all {self.num_nodes} machines joined {within}{who}.",
-            hint="Start the same command on every machine, each with its own node rank.",
+            f"not all {self.num_nodes} nodes joined {within}{who}.",
+            hint="Start the same command on every node, each with its own node rank.",
         )
 
 
 class Gathering:
-    """One attempt's gathering over a store, from the entry of this machine to its place."""
+    """One attempt's gathering over a store, from the entry of this node to its place."""
 
     def __init__(
         self,
@@ -181,7 +180,7 @@ class Gathering:
         before: Quorum | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`before`: as in `Roster`. `look`: called while this machine waits; raises if it need not wait any more."""
+        """`before`: as in `Roster`. `look`: called while this node waits; raises if it need not wait any more."""
         self._look = look
         self._store: Any = store  # torch's stubs lack some of its methods
         self.roster = Roster(request, endpoint, time.monotonic(), before)
@@ -190,7 +189,7 @@ class Gathering:
         self._beat()
         store.set(f"entry/{self.own}", json.dumps(entry))
         self.taking_part: dict[str, Entry] = {}
-        """As the leader has decided: the machines that take part, in order."""
+        """As the leader has decided: the nodes that take part, in order."""
         self._present = store.add(_PRESENT, 1)
         self._absent = 0
 
@@ -198,10 +197,10 @@ class Gathering:
         self._beats += 1
         self._store.set(f"beat/{self.own}", f"waiting {self._beats}")
 
-    # --- a machine ----------------------------------------------------------------------------------------------
+    # --- a node ----------------------------------------------------------------------------------------------
 
     def wait(self, report: Callable[[int], None]) -> Message | None:
-        """Wait for this machine's place; None: the others have begun without it. `report`: how many are present."""
+        """Wait for this node's place; None: the others have begun without it. `report`: how many are present."""
         place = f"place/{self.own}"
         while True:
             self._look()
@@ -215,15 +214,13 @@ class Gathering:
                 raise self.roster.too_few(now)
             self._beat()
             self._present = self._store.add(_PRESENT, 0)
-        found: Message = json.loads(self._store.get(place))
-        if "error" in found:
-            raise (UsageError if found["usage"] else PhalanxError)(found["error"], hint=found["hint"])
-        return found
+        answer: Message = json.loads(self._store.get(place))
+        if "error" in answer:
+            raise (UsageError if answer["usage"] else PhalanxError)(answer["error"], hint=answer["hint"])
+        return answer
 
     def _is_there(self, key: str) -> bool:
         """Wait for a key until the next heartbeat is due."""
-        from torch.distributed import DistStoreError
-
         try:
             self._store.wait([key], timedelta(seconds=self.roster.beat_seconds))
         except DistStoreError:  # not yet; a lost connection is another error
@@ -233,7 +230,7 @@ class Gathering:
     # --- the leader ---------------------------------------------------------------------------------------------
 
     def lead(self, expected: int, report: Callable[[int], None], facts: Message) -> Message:
-        """Wait for the machines, give each its place, and return that of this one. `facts`: the same for all."""
+        """Wait for the nodes, give each its place, and return that of this one. `facts`: the same for all."""
         reported = 0
         try:
             while True:
@@ -250,7 +247,7 @@ class Gathering:
             raise
 
     def read_present(self) -> dict[str, Entry]:
-        """Return the entries of the machines that are present, in the order of arrival."""
+        """Return the entries of the nodes that are present, in the order of arrival."""
         self._beat()
         known = self.roster.entries
         names = [_name(number) for number in range(1, self._store.add(_ARRIVALS, 0) + 1)]
@@ -267,7 +264,7 @@ class Gathering:
         return self.roster.present(now)
 
     def _written(self, names: list[str]) -> list[str]:
-        """Return the machines whose entries are there: one may have been killed after it had counted itself."""
+        """Return the nodes whose entries are there: one may have been killed after it had counted itself."""
         if not names or self._store.check([f"entry/{name}" for name in names]):
             return names
         return [name for name in names if self._store.check([f"entry/{name}"])]
@@ -277,7 +274,7 @@ class Gathering:
         if self.roster.may_change:
             self._store.set(NODES, json.dumps(taking_part))
         self._set_places(places)
-        # Last: a machine without a place has come late from now on.
+        # Last: a node without a place has come late from now on.
         self._store.set(DECIDED, json.dumps(self.roster.facts(taking_part, facts)))
         self.taking_part = taking_part
         return places[self.own]
@@ -288,45 +285,45 @@ class Gathering:
 
 
 def check_same(store: Store, identity: dict[str, str]) -> None:
-    """Refuse to take part with another version or other settings than the machine that came first."""
-    own = {"host": socket.gethostname(), "identity": identity}
-    first = json.loads(store.compare_set("identity", "", json.dumps(own)))
-    there: dict[str, str] = first["identity"]
-    names = [name for name in {**there, **identity} if there.get(name) != identity.get(name)]
+    """Refuse to take part with another version or other settings than the node that came first."""
+    entry = {"host": socket.gethostname(), "identity": identity}
+    first = json.loads(store.compare_set("identity", "", json.dumps(entry)))
+    expected: dict[str, str] = first["identity"]
+    names = [name for name in {**expected, **identity} if expected.get(name) != identity.get(name)]
     if names:
-        each = [f"{name} is {identity.get(name)} here and {there.get(name)} there" for name in names]
-        more = f" (and {len(each) - 5} more)" if len(each) > 5 else ""
+        differences = [f"{name} is {identity.get(name)} here and {expected.get(name)} there" for name in names]
+        more = f" (and {len(differences) - 5} more)" if len(differences) > 5 else ""
         raise UsageError(
-            f"{own['host']} differs from {first['host']}, which came first: {'; '.join(each[:5])}{more}.",
-            hint="Start the same command, with the same versions and settings, on every machine.",
+            f"{entry['host']} differs from {first['host']}, which came first: {'; '.join(differences[:5])}{more}.",
+            hint="Start the same command, with the same versions and settings, on every node.",
         )
 
 
 def reserve_names(store: Store, last: str) -> None:
-    """Let machines that come to the store of one that takes over get other names than those up to `last`."""
+    """Let nodes that come to the store of one that takes over get other names than those up to `last`."""
     store.add(_ARRIVALS, int(last))
 
 
 def describe_run(store: Store, facts: Message) -> None:
-    """Write into the store of a machine that took over what others find there: the run has begun, with these facts."""
+    """Write into the store of a node that took over what others find there: the run has begun, with these facts."""
     store.set(DECIDED, json.dumps(facts))
 
 
 def agree_on_round(store: Store, wanted: int) -> int:
-    """Return the number that the machines agree on for an attempt: a machine that came late has counted fewer."""
-    found = int(store.compare_set("round", "", str(wanted)))
-    while found < wanted:
-        found = int(store.compare_set("round", str(found), str(wanted)))
-    return found
+    """Return the number that the nodes agree on for an attempt: a node that came late has counted fewer."""
+    current = int(store.compare_set("round", "", str(wanted)))
+    while current < wanted:
+        current = int(store.compare_set("round", str(current), str(wanted)))
+    return current
 
 
 def current_round(store: Store) -> int:
-    """Return the round that the machines have agreed on last."""
+    """Return the round that the nodes have agreed on last."""
     return int(store.get("round"))
 
 
 def _name(number: int) -> str:
-    """Return the name of a machine by its arrival; names sort in the order of arrival."""
+    """Return the name of a node by its arrival; names sort in the order of arrival."""
     return f"{number:05d}"
 
 
@@ -341,20 +338,20 @@ def _some(names: list[str]) -> str:
 
 
 def check_numbers(entries: dict[str, Entry]) -> None:
-    """Refuse two machines with the same node rank."""
+    """Refuse two nodes with the same node rank."""
     given: dict[int, str] = {}
     for entry in entries.values():
         if (node_rank := entry["node_rank"]) in given:
             raise UsageError(
-                f"two machines say they are node {node_rank}: '{given[node_rank]}' and '{entry['host']}'.",
-                hint=f"Give each machine its own number from 0 to {len(entries) - 1}.",
+                f"two nodes say they are node {node_rank}: '{given[node_rank]}' and '{entry['host']}'.",
+                hint=f"Give each node its own number from 0 to {len(entries) - 1}.",
             )
         if node_rank is not None:
             given[node_rank] = entry["host"]
 
 
 def order_nodes(node_ranks: Sequence[int | None]) -> list[int]:
-    """Return the indices in node order: a machine with a number has that place, the others fill the gaps in turn.
+    """Return the indices in node order: a node with a number has that place, the others fill the gaps in turn.
 
     For example, (None, 0, None) came: the second is node 0, the first node 1, the third node 2: [1, 0, 2].
     """

@@ -56,7 +56,7 @@ class RankState:
     slot: int
     """The number in the names of its files; its rank may change while it runs."""
     node: str = ""
-    """The machine, where there are several."""
+    """The node, where there are several."""
     local_rank: int = 0
     pid: int | None = None
     code: int | None = None
@@ -108,7 +108,7 @@ class RankGroup:
 
     def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector, scratch: Path) -> None:
         """Fork every rank and listen to them; each has a folder for its sockets in `scratch`."""
-        selector.register(self._events, selectors.EVENT_READ, self._take_events)
+        selector.register(self._events, selectors.EVENT_READ, self._on_events)
         self._selector, self._attempt, self._shared_env, self._scratch = selector, attempt, shared_env, scratch
         for state in self.ranks.values():
             self._start_rank(state)
@@ -120,7 +120,7 @@ class RankGroup:
         used = {state.slot for state in self.alive}
         first = self._node.first_rank
         slot = next(number for number in itertools.count(first) if number not in used)
-        for ended in [each for each in self.ranks.values() if each.slot == slot]:
+        for ended in [member for member in self.ranks.values() if member.slot == slot]:
             self.retire(ended)
         key = f"r{slot}g{generation}-{next(_ADDED)}"
         state = RankState(slot, self._spec.label(slot), key, slot, self._node.own, slot - first)
@@ -159,8 +159,8 @@ class RankGroup:
         local_rank = state.slot - self._node.first_rank
         env = rank_environment(self._spec, self._node, local_rank, self._attempt, self._shared_env)
         scratch = str(self._scratch / f"{self._attempt}-{state.key}")
-        own = {"key": state.key, "rank": state.slot, "env": {**env, **more}, "scratch": scratch}
-        self._fork({**common, **own}, state, self._selector)
+        of_rank = {"key": state.key, "rank": state.slot, "env": {**env, **more}, "scratch": scratch}
+        self._fork({**common, **of_rank}, state, self._selector)
 
     def _fork(self, request: messages.Message, state: RankState, selector: selectors.BaseSelector) -> None:
         log = RankLog(self._spec.log_dir, state.slot, self._console.notice)
@@ -215,7 +215,7 @@ class RankGroup:
         selector.register(pump, selectors.EVENT_READ, pass_on)
         return pump
 
-    def take_message(self, message: ProcessStarted | ProcessExited | ProcessRefused) -> RankState | None:
+    def on_message(self, message: ProcessStarted | ProcessExited | ProcessRefused) -> RankState | None:
         """Note a message of the fork server; return the rank that it is about, if any."""
         state = self.ranks.get(message.key)
         if state is None:
@@ -229,7 +229,7 @@ class RankGroup:
             self._console.notice(f"rank {state.rank} could not be started: {message.why}")
         return state
 
-    def _take_events(self) -> None:
+    def _on_events(self) -> None:
         for data in messages.read_available(lambda: self._events.recv(_EVENT_BYTES)):
             self.on_event(json.loads(data))
 
@@ -252,7 +252,7 @@ class RankGroup:
 
     def close(self, selector: selectors.BaseSelector, *, failed: bool = False) -> None:
         """Pass on the last output and events, close everything and remove empty files; a report may name the logs."""
-        self._take_events()
+        self._on_events()
         selector.unregister(self._events)
         self._events.close()
         self._events_far.close()

@@ -114,7 +114,7 @@ class LauncherLoop:
         self._console = console
         self._inbox = inbox
         self._selector = selectors.DefaultSelector()
-        self._selector.register(inbox, selectors.EVENT_READ, self._take_signals)
+        self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._requested: signal.Signals | None = None
         """The signal that asked for the end of the run."""
@@ -140,7 +140,7 @@ class LauncherLoop:
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         self._timers.append((time.monotonic() + seconds, action))
 
-    def _take_signals(self) -> None:
+    def _on_signals(self) -> None:
         for number in self._inbox.take():
             if number == signal.SIGUSR1:
                 self._signal_ranks(number)

@@ -1,10 +1,10 @@
-"""Messages between the launchers of several machines, and heartbeats, in the TCPStore of the one that leads.
+"""Messages between the launchers of several nodes, and heartbeats, in the TCPStore of the one that leads.
 
 All messages go through the leader: the others write to it, and it writes to them, also what one of them sends to
-another. A machine waits for its next message with one operation that the store answers when the message is there, so
-that machines that have nothing to say cost the leader nothing but a heartbeat now and then (`membership.beat_seconds`).
+another. A node waits for its next message with one operation that the store answers when the message is there, so
+that nodes that have nothing to say cost the leader nothing but a heartbeat now and then (`membership.beat_seconds`).
 
-Threads of their own talk to the store: a call to a machine that is cut off does not return, and the launcher must
+Threads of their own talk to the store: a call to a node that is cut off does not return, and the launcher must
 notice that.
 """
 
@@ -17,28 +17,26 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from phalanx.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from phalanx.launch.membership import ALL
 
 Mail = dict[str, Any]
 
-ALL = "all"
-"""The address of a message to every machine, the sender included."""
 _POLL_SECONDS = 0.05
 """How often the leader looks for mail, in a store of its own process."""
 _BATCH_SECONDS = 0.005
-"""Messages that are posted within this time travel together: the ranks of a machine report at the same time."""
+"""Messages that are posted within this time travel together: the ranks of a node report at the same time."""
 _WAIT_SECONDS = 3600.0
 _KEPT_SECONDS = 3600.0
-"""So long a message to several machines stays in the store: one that has not read it by then is long lost."""
+"""So long a message to several nodes stays in the store: one that has not read it by then is long lost."""
 
 
 class Mailbox:
-    """This machine's messages and heartbeat in a store, from `start` on. `receive` returns what has arrived."""
+    """This node's messages and heartbeat in a store, from `start` on. `receive` returns what has arrived."""
 
     def __init__(
         self,
@@ -63,17 +61,17 @@ class Mailbox:
         self._missing: list[int] = []
         """Numbers of messages that were counted and are not there."""
         self._written: Counter[str] = Counter()
-        """As the leader: how many messages each machine was sent."""
+        """As the leader: how many messages each node was sent."""
         self._beats = self._bodies = 0
         self._written_at: deque[tuple[float, str]] = deque()
-        """As the leader: when bodies that several machines read were written."""
+        """As the leader: when bodies that several nodes read were written."""
         self._seen: dict[str, Any] = {}
         self.contact = time.monotonic()
         """When the store has answered last."""
         self._wakeup = threading.Event()
         self._closed = False
         self.failed = False
-        """Whether the store has ended: its machine is lost, or its launcher has ended."""
+        """Whether the store has ended: its node is lost, or its launcher has ended."""
         runs = [self._run_leader] if self._leads else [self._run_sender, self._run_reader]
         self.threads = [threading.Thread(target=run, name="phalanx-mailbox", daemon=True) for run in runs]
 
@@ -87,11 +85,11 @@ class Mailbox:
             thread.start()
 
     def serve(self, nodes: Iterable[str]) -> None:
-        """As the leader: let messages to `ALL` reach these machines, and read their heartbeats."""
+        """As the leader: let messages to `ALL` reach these nodes, and read their heartbeats."""
         self._others = tuple(node for node in nodes if node != self._own)
 
     def post(self, to: str | Sequence[str], message: Mail) -> None:
-        """Send a message to the launcher of a machine, to `ALL`, or as the leader to those of several machines."""
+        """Send a message to the launcher of a node, to `ALL`, or as the leader to those of several nodes."""
         self._out.append((to, {**message, "sender": self._own}))
         self._wakeup.set()
 
@@ -100,7 +98,7 @@ class Mailbox:
         return [self._in.popleft() for _ in range(len(self._in))]
 
     def beats(self) -> Mapping[str, Any]:
-        """As the leader: return the last heartbeat counter of each machine."""
+        """As the leader: return the last heartbeat counter of each node."""
         return self._seen
 
     def close(self, seconds: float = 0.0) -> None:
@@ -108,7 +106,7 @@ class Mailbox:
         deadline = time.monotonic() + seconds
         while self._out and not self.failed and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 2)
-        self._closed = True  # a thread that waits for a lost machine ends with the process
+        self._closed = True  # a thread that waits for a lost node ends with the process
         self._wakeup.set()
 
     # --- threads ------------------------------------------------------------------------------------------------
@@ -141,8 +139,6 @@ class Mailbox:
             self._attempt(self._await_mail)
 
     def _attempt(self, exchange: Callable[[], None]) -> None:
-        from torch.distributed import DistNetworkError, DistStoreError
-
         try:
             exchange()
         except CommunicationError as error:  # written by a process outside this job, which must not end it
@@ -167,7 +163,7 @@ class Mailbox:
         self._distribute()
 
     def _distribute(self) -> None:
-        """Write what this machine has posted, and what others have sent through it."""
+        """Write what this node has posted, and what others have sent through it."""
         while self._written_at and self._written_at[0][0] < time.monotonic() - _KEPT_SECONDS:
             self._store.delete_key(self._written_at.popleft()[1])
         batches: defaultdict[str, list[Any]] = defaultdict(list)

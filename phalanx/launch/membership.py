@@ -1,17 +1,17 @@
-"""Which machines take part, which of them are lost, and which one leads: what one machine knows of the others.
+"""Which nodes take part, which of them are lost, and which one leads: what one node knows of the others.
 
 A state machine without sockets, threads and clocks: `nodes` tells it what it has heard and the time, and carries out
-what `check` returns; `tests/simulation` does so with thousands of machines at once.
+what `check` returns; `tests/simulation` does so with thousands of nodes at once.
 
-    settled --the leader is lost--> searching --a machine before this one answers--> unconfirmed --it leads--> settled
-                                    searching --none does--> electing --enough machines report--> settled
+    settled --the leader is lost--> searching --a node before this one answers--> unconfirmed --it leads--> settled
+                                    searching --none does--> electing --enough nodes report--> settled
 
-*searching*: the machines that were there before this one are asked, in their order, a few at a time. The first that
-answers is the next leader. *unconfirmed*: this machine has moved to it, and waits until it says that it leads.
-*electing*: this machine is the first; its launcher waits for the reports of the others (`recovery.launcher.node`) and
-leads if there are enough of them. A machine that cannot know whether others go on without it ends.
+*searching*: the nodes that were there before this one are asked, in their order, a few at a time. The first that
+answers is the next leader. *unconfirmed*: this node has moved to it, and waits until it says that it leads.
+*electing*: this node is the first; its launcher waits for the reports of the others (`recovery.launcher.node`) and
+leads if there are enough of them. A node that cannot know whether others go on without it ends.
 
-Every machine sends few heartbeats to the leader, so few that all of them together do not grow with their number, and
+Every node sends few heartbeats to the leader, so few that all of them together do not grow with their number, and
 is watched by its neighbours in the ring of names, which report to the leader what they notice.
 """
 
@@ -26,46 +26,48 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 Entry = dict[str, Any]
-"""What a machine says of itself: node_rank, host, ranks, and the address of its standby store."""
+"""What a node says of itself: node_rank, host, ranks, and the address of its standby store."""
 Sign = Literal["ended", "silent"]
-"""What a neighbour notices: the machine refuses connections, or does not answer."""
+"""What a neighbour notices: the node refuses connections, or does not answer."""
 Phase = Literal["settled", "searching", "unconfirmed", "electing"]
+ALL, LEADER = "all", "leader"
+"""The addresses of a message to every node, the sender included, and to the one that leads."""
 
 SUSPECT_SECONDS = 1.0
-"""Silence after which a machine is asked whether it runs, and the time that it has to answer."""
+"""Silence after which a node is asked whether it runs, and the time that it has to answer."""
 _BEAT_SECONDS = 0.5
 _BEATS_PER_SECOND = 2_000
 _LOOK_SECONDS = 0.1
 _WATCHED = 3
-"""How many machines each one watches."""
+"""How many nodes each one watches."""
 _LEASE_SECONDS = 2.0
 """How much longer than a leader without the others these wait: its ranks have ended before they go on without it."""
 _CONFIRM_SECONDS = 5.0
-"""How much longer than two machines may need to notice a lost leader a new one may take to say that it leads."""
+"""How much longer than two nodes may need to notice a lost leader a new one may take to say that it leads."""
 _BESIDE = 5
-"""For each lost machine so many on both sides of it are asked whether they run."""
+"""For each lost node so many on both sides of it are asked whether they run."""
 _FIRST_ASKED = 8
-"""How many machines are asked first which of them leads next; then four times as many, and so on."""
+"""How many nodes are asked first which of them leads next; then four times as many, and so on."""
 
 
 def beat_seconds(num_nodes: int) -> float:
-    """Return the seconds between two heartbeats of a machine to the leader, whose load does not grow with them.
+    """Return the seconds between two heartbeats of a node to the leader, whose load does not grow with them.
 
-    For example, 64 machines send one every 0.5 s, and 16,384 every 8.2 s: never more than 2,000 per second.
+    For example, 64 nodes send one every 0.5 s, and 16,384 every 8.2 s: never more than 2,000 per second.
     """
     return max(_BEAT_SECONDS, num_nodes / _BEATS_PER_SECOND)
 
 
 def election_seconds(silence: float, num_nodes: int) -> float:
-    """Return how long a machine that takes over waits for the others, which may notice later that it has to."""
+    """Return how long a node that takes over waits for the others, which may notice later that it has to."""
     return max(3.0, silence) + 2 * beat_seconds(num_nodes)
 
 
 def may_continue(members: Iterable[str], alive: Collection[str], ended: Collection[str], leader: str) -> bool:
-    """Whether the machines that see each other may go on without the others: never two parts of a run at once.
+    """Whether the nodes that see each other may go on without the others: never two parts of a run at once.
 
-    `ended`: machines whose launcher has certainly ended. Of the others more than half must be here; half is enough
-    where `leader`, the machine that decided before, is one of them. For example, of four machines that a cut network
+    `ended`: nodes whose launcher has certainly ended. Of the others more than half must be here; half is enough
+    where `leader`, the node that decided before, is one of them. For example, of four nodes that a cut network
     divides into two and two, the pair with the leader goes on; after its launcher has ended, two of the other three do.
     """
     rest = [node for node in members if node not in ended]
@@ -85,45 +87,45 @@ def in_order(nodes: Mapping[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Quorum:
-    """Machines, by the addresses of their launchers, of which enough have to be there."""
+    """Nodes, by the addresses of their launchers, of which enough have to be there."""
 
     nodes: Mapping[str, Entry]
     lists: Sequence[Collection[str]]
-    """The machines of the list, and those of the one before that enough of them know of: of each enough."""
+    """The nodes of the list, and those of the one before that enough of them know of: of each enough."""
     ended: Collection[str]
     leader: str
 
     def suffices(self, present: Iterable[Entry]) -> bool:
-        """Whether the machines with these entries may go on without the others."""
+        """Whether the nodes with these entries may go on without the others."""
         addresses = {tuple(entry["standby"]) for entry in present}
         alive = {node for node, entry in self.nodes.items() if tuple(entry["standby"]) in addresses}
         return all(may_continue(members, alive, self.ended, self.leader) for members in self.lists)
 
 
 class Heartbeats:
-    """When the heartbeat counter of each machine last changed."""
+    """When the heartbeat counter of each node last changed."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Any, float]] = {}
 
     def watch(self, nodes: Iterable[str], now: float) -> None:
-        """Watch these machines from now on; new ones count as just seen."""
+        """Watch these nodes from now on; new ones count as just seen."""
         self._seen = {node: self._seen.get(node, (None, now)) for node in nodes}
 
     @property
     def watched(self) -> list[str]:
-        """The machines that are watched."""
+        """The nodes that are watched."""
         return list(self._seen)
 
     def take(self, beats: Mapping[str, Any], now: float) -> None:
-        """Take the present counters; those of machines that are not watched are ignored."""
+        """Take the present counters; those of nodes that are not watched are ignored."""
         seen = self._seen
         for node, beat in beats.items():
             if node in seen and seen[node][0] != beat:
                 seen[node] = (beat, now)
 
     def silent(self, seconds: float, now: float) -> list[str]:
-        """Return the watched machines without a heartbeat for this many seconds."""
+        """Return the watched nodes without a heartbeat for this many seconds."""
         return [node for node, (_, changed) in self._seen.items() if now - changed > seconds]
 
 
@@ -132,7 +134,7 @@ class Heartbeats:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """Find out whether the launchers of these machines run; a machine that was just asked is not asked again."""
+    """Find out whether the launchers of these nodes run; a node that was just asked is not asked again."""
 
     nodes: tuple[str, ...]
 
@@ -146,14 +148,14 @@ class Watch:
 
 @dataclasses.dataclass(frozen=True)
 class Accuse:
-    """Report to the leader what this machine has noticed of its neighbours."""
+    """Report to the leader what this node has noticed of its neighbours."""
 
     signs: Mapping[str, Sign]
 
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """Machines are lost, as the leader decides; `ended`: those of them whose launcher has certainly ended."""
+    """Nodes are lost, as the leader decides; `ended`: those of them whose launcher has certainly ended."""
 
     nodes: tuple[str, ...]
     ended: tuple[str, ...]
@@ -161,7 +163,7 @@ class Lost:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """The leader is lost: go on with another one, or be it, if enough machines report."""
+    """The leader is lost: go on with another one, or be it, if enough nodes report."""
 
     leader: str
     lost: str
@@ -169,19 +171,19 @@ class Move:
     ended: tuple[str, ...]
     gone: tuple[str, ...]
     new: tuple[str, ...]
-    """Machines that are not in the list any more, and that are in it now, which too few of the others may know."""
+    """Nodes that are not in the list any more, and that are in it now, which too few of the others may know."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Tell the others that enough machines know a version of the list: now it counts."""
+    """Tell the others that enough nodes know a version of the list: now it counts."""
 
     version: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """This machine ends, for this reason."""
+    """This node ends, for this reason."""
 
     cause: str
     hint: str
@@ -191,31 +193,31 @@ Action = Ask | Watch | Accuse | Lost | Agreement | Move | Stop
 
 
 class Membership:
-    """One machine among those of a run whose number may change."""
+    """One node among those of a run whose number may change."""
 
     def __init__(self, own: str, silence: float, now: float) -> None:
-        """`silence`: seconds after which a machine that does not answer is lost."""
+        """`silence`: seconds after which a node that does not answer is lost."""
         self.own, self._silence = own, silence
         self.nodes: Mapping[str, Entry] = {}
-        """The machines of the run; the order of their names is that of arrival, and in it they lead."""
+        """The nodes of the run; the order of their names is that of arrival, and in it they lead."""
         self.leader = ""
         self.term = 0
         """How many times the leader has changed: what an earlier one says does not count."""
         self.phase: Phase = "settled"
         self.version = 0
-        """That of the list of machines; the leader counts it."""
+        """That of the list of nodes; the leader counts it."""
         self.gone: dict[str, float] = {}
-        """Machines that have left the list, and in which version, until enough others know that.
+        """Nodes that have left the list, and in which version, until enough others know that.
 
-        Till then they count where machines may go on without others: a leader that is cut off notices that of one
-        machine after the other, while the others have a majority.
+        Till then they count where nodes may go on without others: a leader that is cut off notices that of one
+        node after the other, while the others have a majority.
         """
         self.new: dict[str, float] = {}
-        """Machines that have come, and in which version; till enough others know that they do not count."""
+        """Nodes that have come, and in which version; till enough others know that they do not count."""
         self._known: dict[str, int] = {}
-        """As the leader: the version that each machine knows."""
+        """As the leader: the version that each node knows."""
         self.ended: set[str] = set()
-        """Machines whose launcher has certainly ended."""
+        """Nodes whose launcher has certainly ended."""
         self._beats = Heartbeats()
         self._heard: dict[str, float] = {}
         """When each neighbour has answered last."""
@@ -229,34 +231,34 @@ class Membership:
         """Since when the leader is asked whether it runs."""
         self._store_ended = False
         self._uncertain: set[str] = set()
-        """Machines that did not refuse when another leader was looked for: they may go on without this one."""
+        """Nodes that did not refuse when another leader was looked for: they may go on without this one."""
         self._confirm_by = 0.0
         self._is_stale = False
-        """Whether this machine has heard nothing for so long that the others may have gone on without it."""
+        """Whether this node has heard nothing for so long that the others may have gone on without it."""
         self._lost = ""
         self._asked: tuple[str, ...] = ()
-        """The machines that were asked to lead, whose answers are not all there."""
+        """The nodes that were asked to lead, whose answers are not all there."""
         self._asking_until = 0.0
         self._watched: tuple[str, ...] = ()
         self._watching: tuple[str, ...] = ()
         self._looked = -math.inf
-        """When the leader has looked for silent machines."""
+        """When the leader has looked for silent nodes."""
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
     @property
     def leads(self) -> bool:
-        """Whether this machine leads, or is about to."""
+        """Whether this node leads, or is about to."""
         return self.leader == self.own
 
     @property
     def looks_at(self) -> float:
-        """When the leader looks for lost machines again, at the earliest."""
+        """When the leader looks for lost nodes again, at the earliest."""
         return self._looked + _LOOK_SECONDS
 
     @property
     def leaves_signpost(self) -> bool:
-        """Whether this machine says at the endpoint where the run goes on: the leader and some after it do."""
+        """Whether this node says at the endpoint where the run goes on: the leader and some after it do."""
         names = in_order(self.nodes)
         after_leader = bisect.bisect_left(names, self.own) - bisect.bisect_left(names, self.leader)
         return self.own in self.nodes and after_leader % len(names) <= _WATCHED
@@ -276,7 +278,7 @@ class Membership:
         gone: Iterable[str] = (),
         new: Iterable[str] = (),
     ) -> None:
-        """Take part with these machines, which one of them leads.
+        """Take part with these nodes, which one of them leads.
 
         `gone`, `new`: those that have left and count still, and those that have come and do not count yet.
         """
@@ -290,9 +292,9 @@ class Membership:
         self._follow_ring(now)
 
     def change(self, entries: Mapping[str, Entry | None], now: float, version: int) -> bool:
-        """Take part with these machines, too, or without them (None), as the launcher says.
+        """Take part with these nodes, too, or without them (None), as the launcher says.
 
-        Return whether the leader has to know that this machine knows.
+        Return whether the leader has to know that this node knows.
         """
         self.version = max(version, self.version)
         went = [node for node, entry in entries.items() if entry is None]
@@ -303,18 +305,18 @@ class Membership:
         return not self.leads
 
     def _leave_out(self, nodes: Collection[str], now: float) -> None:
-        """Go on without machines, which count until enough others know that."""
+        """Go on without nodes, which count until enough others know that."""
         self.gone |= dict.fromkeys(nodes, math.inf)  # the launcher counts the versions
         self.nodes = changed(self.nodes, dict.fromkeys(nodes))
         self._follow_ring(now)
 
     def agree(self, version: int) -> None:
-        """Note that enough machines know a version of the list."""
+        """Note that enough nodes know a version of the list."""
         self.gone = {node: left for node, left in self.gone.items() if left > version}
         self.new = {node: came for node, came in self.new.items() if came > version}
 
     def confirm(self, term: int) -> None:
-        """Note that the leader leads: it has said so, or the launcher of this machine has had enough reports."""
+        """Note that the leader leads: it has said so, or the launcher of this node has had enough reports."""
         self.term = max(term, self.term)
         if self.phase in ("unconfirmed", "electing"):
             self.phase = "settled"
@@ -325,7 +327,7 @@ class Membership:
         self._beats.take(beats, now)
 
     def on_known(self, node: str, version: int) -> None:
-        """Note the version of the list that a machine knows."""
+        """Note the version of the list that a node knows."""
         self._known[node] = max(version, self._known.get(node, 0))
 
     def on_contact(self, at: float) -> None:
@@ -347,13 +349,13 @@ class Membership:
             self._noticed.pop(node, None)
 
     def on_accusation(self, signs: Mapping[str, Sign], now: float) -> None:
-        """Take what a machine has noticed of its neighbours."""
+        """Take what a node has noticed of its neighbours."""
         for node, sign in signs.items():
             if node in self.nodes:
                 self._accused[node] = (sign, now)
 
     def on_answers(self, answers: Mapping[str, bool | None], now: float) -> None:
-        """Take the answers of machines that were asked: True, False if they refuse, None if they are silent."""
+        """Take the answers of nodes that were asked: True, False if they refuse, None if they are silent."""
         self._answers |= {node: (answer, now) for node, answer in answers.items()}
         self.ended |= {node for node, answer in answers.items() if answer is False}
 
@@ -404,7 +406,7 @@ class Membership:
             actions.append(Accuse(others))
 
     def _find_lost(self, now: float, actions: list[Action]) -> None:
-        """Report the machines that have ended or are silent; while this one is elected only those that have ended."""
+        """Report the nodes that have ended or are silent; while this one is elected only those that have ended."""
         if now < self.looks_at:
             return
         self._looked = now
@@ -433,9 +435,9 @@ class Membership:
             actions.append(Ask(beside))
 
     def _beside(self, lost: Iterable[str]) -> tuple[str, ...]:
-        """Return machines on both sides of lost ones, five times as many: what has ended one may have ended them, too.
+        """Return nodes on both sides of lost ones, five times as many: what has ended one may have ended them, too.
 
-        Of a rack of 64 only three are watched by machines that are left. With the questions to 15 on each side of
+        Of a rack of 64 only three are watched by nodes that are left. With the questions to 15 on each side of
         them, and then to 75, all are found in three rounds, instead of three in each.
         """
         names = in_order(self.nodes)
@@ -445,30 +447,30 @@ class Membership:
         return tuple(names[number] for number in sorted(numbers) if names[number] != self.own)
 
     def quorum(self) -> Quorum:
-        """Return the machines of which enough have to come when all gather again."""
+        """Return the nodes of which enough have to come when all gather again."""
         return Quorum(self.nodes, (tuple(self.nodes), tuple(self._before)), self.ended, self.own)
 
     @property
     def _surely_ended(self) -> set[str]:
-        """The machines that have ended and cannot have gone on without this one.
+        """The nodes that have ended and cannot have gone on without this one.
 
         If the leader is only silent the others may have gone on with it, and ended because the run has.
         """
         return self.ended if self.phase == "settled" or self._lost in self.ended else set()
 
     def _may_continue(self, alive: Collection[str]) -> bool:
-        """Whether these machines are enough of the list, and of the one before that enough others know of."""
+        """Whether these nodes are enough of the list, and of the one before that enough others know of."""
         lists = [self.nodes, self._before] if self.gone or self.new else [self.nodes]
         return all(may_continue(members, alive, self.ended, self.leader) for members in lists)
 
     @property
     def _before(self) -> list[str]:
-        """The machines of the list before the changes that too few others may know."""
+        """The nodes of the list before the changes that too few others may know."""
         members = [node for node in self.nodes if node not in self.new] if self.new else [*self.nodes]
         return [*members, *(node for node in self.gone if node not in self.nodes and node not in self.new)]
 
     def _look_for_agreement(self, actions: list[Action]) -> None:
-        """Let a version of the list count once enough machines of the one before know it."""
+        """Let a version of the list count once enough nodes of the one before know it."""
         changes = [*self.gone.values(), *self.new.values()]
         for version in sorted({int(change) for change in changes if change <= self.version}, reverse=True):
             knowing = {self.own, *(node for node, known in self._known.items() if known >= version)}
@@ -482,12 +484,12 @@ class Membership:
         return answer if at >= since else None
 
     def _is_unanswered(self, node: str, now: float) -> bool:
-        """Whether a machine has not answered the last question, which is not old."""
+        """Whether a node has not answered the last question, which is not old."""
         answer, at = self._answers.get(node, (True, now))
         return answer is None and now - at <= 3 * SUSPECT_SECONDS
 
     def _is_convicted(self, node: str, now: float) -> bool:
-        """Whether a machine that a neighbour finds lost has not answered the leader either."""
+        """Whether a node that a neighbour finds lost has not answered the leader either."""
         if node not in self._accused:
             return False
         since = self._accused[node][1]
@@ -499,8 +501,8 @@ class Membership:
         more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
         return Stop(
             f"lost contact with {', '.join(hosts[:8])}{more}, which may continue the run; "
-            "this machine stops to avoid a split.",
-            "Half of the machines, or more, must see each other, with the one that decides among them.",
+            "this node stops to avoid a split.",
+            "Half of the nodes, or more, must see each other, with the one that decides among them.",
         )
 
     # --- another leader -----------------------------------------------------------------------------------------------
@@ -514,13 +516,13 @@ class Membership:
         if not ended and silence <= SUSPECT_SECONDS + 2 * self.period:
             self._suspected = None
             return
-        # A process that is killed closes its connections one after the other: its machine may refuse a moment later.
+        # A process that is killed closes its connections one after the other: its node may refuse a moment later.
         self._suspected = now if self._suspected is None else self._suspected
         answer = self._answered(self.leader, self._suspected)
         if answer is not False and silence <= 1.1 * self._silence + 2 * self.period + _LEASE_SECONDS:
             actions.append(Ask((self.leader,)))
             return
-        if self.phase == "unconfirmed" and self._uncertain:  # the run may have ended without this machine
+        if self.phase == "unconfirmed" and self._uncertain:  # the run may have ended without this node
             actions.append(self._left_out(self.leader))
             return
         if self.phase == "settled":
@@ -536,7 +538,7 @@ class Membership:
         self._go_on_searching(now, actions)
 
     def _go_on_searching(self, now: float, actions: list[Action]) -> None:
-        """Ask the machines that lead before this one would; move to the first that answers."""
+        """Ask the nodes that lead before this one would; move to the first that answers."""
         names = in_order(self.nodes)
         if self._asked:
             answers = {node: self._answers.get(node) for node in self._asked if node in self.nodes}
@@ -576,8 +578,8 @@ class Membership:
 
     def _left_out(self, node: str) -> Stop:
         if node == self._lost:
-            text = "lost contact with the machine that decided for too long; the others may have gone on or finished"
+            text = "lost contact with the node that decided for too long; the others may have gone on or finished"
         else:
             host = self.nodes[node]["host"]
-            text = f"lost contact with the machine that decided, and {host}, which may see it still, does not take over"
-        return Stop(f"{text}.", "This machine stops to avoid a split. Start it again: it can come late.")
+            text = f"lost contact with the node that decided, and {host}, which may see it still, does not take over"
+        return Stop(f"{text}.", "This node stops to avoid a split. Start it again: it can come late.")

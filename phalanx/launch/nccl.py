@@ -145,24 +145,24 @@ def sharing_gpus(
         yield {}
         return
     with scratch_folder("mps") as folder:
-        found = {_PIPES: str(folder), _LOGS: str(folder)}
+        variables = {_PIPES: str(folder), _LOGS: str(folder)}
         if spec.max_restarts or spec.elastic is not None:
             notice(_words(spec, "in turns: under MPS a killed rank can take others with it"))
-            yield found
+            yield variables
             return
         # CUDA_VISIBLE_DEVICES of a daemon would number the GPUs of its clients anew.
-        daemon = {name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"} | found
+        daemon = {name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"} | variables
         with _ended_with_this_process(daemon):
             problem = _start(folder, daemon)
             notice(_words(spec, "MPS" if problem is None else f"in turns, which is slow: {problem}"))
-            yield found
+            yield variables
 
 
 def _words(spec: LaunchSpec, how: str) -> str:
     """Return how the GPUs are shared: `4 ranks share each GPU (34 GB each; MPS), so speed is not representative`."""
     total = gpu_memory()
-    each = f"{shared_memory(spec.ranks_per_gpu, total) / 1e9:.0f} GB each; " if total else ""
-    return f"{spec.ranks_per_gpu} ranks share each GPU ({each}{how}), so speed is not representative"
+    share = f"{shared_memory(spec.ranks_per_gpu, total) / 1e9:.0f} GB each; " if total else ""
+    return f"{spec.ranks_per_gpu} ranks share each GPU ({share}{how}), so speed is not representative"
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""Rendezvous of several machines: they exchange messages and notice which of them are lost.
+"""Rendezvous of several nodes: they exchange messages and notice which of them are lost.
 
-A fixed number of machines is the case in which all must be there. Where the number may change (`min_ranks` is given),
-machines may come late or be lost: one launcher, at first that of the machine with the store, decides for all
-(`phalanx.recovery`), and when its machine is lost the first of the others takes over with its standby store, if
+A fixed number of nodes is the case in which all must be there. Where the number may change (`min_ranks` is given),
+nodes may come late or be lost: one launcher, at first that of the node with the store, decides for all
+(`phalanx.recovery`), and when its node is lost the first of the others takes over with its standby store, if
 enough of them report to it. It tells them then, and leaves its address at the endpoint, should a launcher be started
-there again: that one then comes late, instead of beginning a second run. What a machine makes of silence, refusals and
+there again: that one then comes late, instead of beginning a second run. What a node makes of silence, refusals and
 the words of others is in `membership`; this module hears and does.
 """
 
@@ -19,12 +19,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from phalanx.errors import PhalanxError
 from phalanx.host.addresses import own_address
+from phalanx.host.job_secret import VARIABLE
 from phalanx.host.messages import Message
-from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.host.signed_store import sign_store
 from phalanx.launch.gathering import (
     DECIDED,
     MOVED,
@@ -37,8 +40,10 @@ from phalanx.launch.gathering import (
     describe_run,
     reserve_names,
 )
-from phalanx.launch.mailbox import ALL, Mail, Mailbox
+from phalanx.launch.mailbox import Mail, Mailbox
 from phalanx.launch.membership import (
+    ALL,
+    LEADER,
     SUSPECT_SECONDS,
     Accuse,
     Agreement,
@@ -55,15 +60,11 @@ from phalanx.launch.membership import (
 from phalanx.launch.probes import NeighbourWatch, Probes, ask_all
 from phalanx.launch.spec import split_endpoint
 from phalanx.observe.format import ranks_text
+from phalanx.torch_compat import is_own_host
 
-if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore
-
-LEADER = "leader"
-"""The address of a message to the machine that leads."""
 _CONNECT_SECONDS = 60.0
 _LOST_SECONDS = 2.0
-"""A machine of a fixed number without a heartbeat for this long is named when ranks elsewhere fail."""
+"""A node of a fixed number without a heartbeat for this long is named when ranks elsewhere fail."""
 _POLL_SECONDS = 0.05
 _JOIN_SECONDS = 0.25
 _SEND_SECONDS = 2.0
@@ -89,11 +90,11 @@ class NodeGroup:
         self._attempt, self._round = 0, -1
         self._own, self._leader, self._run_id = "", "", ""
         self._nodes: Mapping[str, Entry] = {}
-        """The machines of the run in their order; of a fixed number the leader alone needs them."""
+        """The nodes of the run in their order; of a fixed number the leader alone needs them."""
         self._members: Membership | None = None
-        """What this machine knows of the others, if their number may change."""
+        """What this node knows of the others, if their number may change."""
         self._beats = Heartbeats()
-        """Those of a fixed number of machines."""
+        """Those of a fixed number of nodes."""
         self._finished: set[str] = set()
         self._silent: list[str] = []
         self._knows_failure = False
@@ -103,7 +104,7 @@ class NodeGroup:
         self._signpost: Signpost | None = None
         self._unread: list[Mail] = []
         self._last_name = ""
-        """The name of the machine that came last, also if it was lost: a later one gets another."""
+        """The name of the node that came last, also if it was lost: a later one gets another."""
         node_rank, ranks = request["node_rank"], request["ranks_per_node"]
         self._entry: Entry = {"node_rank": node_rank, "host": socket.gethostname(), "ranks": ranks}
         if self._may_change:
@@ -115,8 +116,6 @@ class NodeGroup:
         return self._signed(self._store, prefix)
 
     def _signed(self, store: Store, prefix: str) -> Store:
-        from torch.distributed import PrefixStore
-
         return sign_store(PrefixStore(prefix, store), {VARIABLE: self._request.get("secret") or ""})
 
     def _notify(self) -> None:
@@ -128,9 +127,7 @@ class NodeGroup:
     # --- gathering ----------------------------------------------------------------------------------------------
 
     def gather(self, attempt: int, send: Callable[[Message], None]) -> dict[str, Any]:
-        """Wait for the machines, or be taken in by those that train; return the fields of this one's `NodeInfo`."""
-        from torch.distributed import DistNetworkError
-
+        """Wait for the nodes, or be taken in by those that train; return the fields of this one's `NodeInfo`."""
         self._attempt = attempt
         if self._mailbox is not None:  # the others wait for the failure that ended the attempt before
             self._mailbox.close(_SEND_SECONDS)
@@ -171,28 +168,26 @@ class NodeGroup:
             self._nodes = gathering.taking_part or self._read_nodes(list_at)
         self._begin()
         self._open_mailbox().start()
-        machines = [
+        nodes = [
             [node, entry["host"], entry["ranks"], entry["standby"]]
             for node, entry in self._nodes.items()
             if self._may_change
         ]
-        return {**place, "master_addr": self._host, "own": self._own, "machines": machines, "round": self._round}
+        return {**place, "master_addr": self._host, "own": self._own, "nodes": nodes, "round": self._round}
 
     def _read_nodes(self, list_at: tuple[str, int] | None) -> dict[str, Entry]:
-        """Read the list of all machines from one that has it, and let others read it from this one."""
-        from torch.distributed import DistNetworkError, DistStoreError
-
+        """Read the list of all nodes from one that has it, and let others read it from this one."""
         key = f"{NODES}/{self._round}"
-        found = b""
+        content = b""
         if list_at is not None:
             with contextlib.suppress(DistNetworkError, DistStoreError):  # it was lost since: the leader has it, too
                 near = self._signed(open_store(*list_at, self._silence, is_master=False), "phalanx")
                 near.wait([key], timedelta(seconds=self._silence))
-                found = near.get(key)
+                content = near.get(key)
         assert self._attempt_store is not None, "opened before"
-        found = found or self._attempt_store.get(NODES)
-        self._signed(self._standby, "phalanx").set(key, found.decode())
-        nodes: dict[str, Entry] = json.loads(found)
+        content = content or self._attempt_store.get(NODES)
+        self._signed(self._standby, "phalanx").set(key, content.decode())
+        nodes: dict[str, Entry] = json.loads(content)
         return nodes
 
     def _look_for_signpost(self) -> None:
@@ -204,9 +199,9 @@ class NodeGroup:
                 raise MovedError((host, port))
 
     def _lead(self, gathering: Gathering, report: Callable[[int], None]) -> Message:
-        # The ranks' store is on the endpoint's host, which all machines can reach.
+        # The ranks' store is on the endpoint's host, which all nodes can reach.
         self._rank_store = open_store(self._host, 0, self._seconds, is_master=True)
-        # Another machine may lead after a restart: the run keeps its name.
+        # Another node may lead after a restart: the run keeps its name.
         facts = {"master_port": self._rank_store.port, "run_id": self._run_id or self._request["launch_id"]}
         expected = len(self._nodes) or self._request["num_nodes"]  # after a restart: those that were there
         try:
@@ -215,7 +210,7 @@ class NodeGroup:
             self._nodes = gathering.taking_part or gathering.roster.entries
 
     def _join_late(self, run: Message, send: Callable[[Message], None]) -> dict[str, Any]:
-        """Ask the machine that leads to take this one in."""
+        """Ask the node that leads to take this one in."""
         self._leader, self._run_id = run["leader"], run["run_id"]
         self._members = None
         mailbox = self._open_mailbox()
@@ -223,14 +218,14 @@ class NodeGroup:
         mailbox.post(self._leader, {"arrival": self._own, "node": self._entry})
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline and not mailbox.failed:
-            found = mailbox.receive()
-            for number, mail in enumerate(found):
+            mails = mailbox.receive()
+            for number, mail in enumerate(mails):
                 if "accept" in mail:
-                    self._unread += found[number + 1 :]
+                    self._unread += mails[number + 1 :]
                     place = {**mail["accept"], **mail["places"][self._own]}
                     self._nodes = {
                         node: {"host": host, "ranks": ranks, "standby": standby}
-                        for node, host, ranks, standby in place["machines"]
+                        for node, host, ranks, standby in place["nodes"]
                     }
                     self._begin(place.get("term", 0), place.pop("gone", ()), place.pop("new", ()))
                     known = {"own": self._own, "leader": self._leader, "run_id": self._run_id, "round": self._round}
@@ -241,12 +236,12 @@ class NodeGroup:
                 return self._gather(send)
             time.sleep(_JOIN_SECONDS)
         raise PhalanxError(
-            f"the run at {self._host}:{self._port} did not take this machine in within {self._seconds:.0f} s.",
+            f"the run at {self._host}:{self._port} did not take this node in within {self._seconds:.0f} s.",
             hint="It has as many ranks as it may have (--num-workers 2:8 sets the most), or it has ended.",
         )
 
     def _begin(self, term: int = 0, gone: Iterable[str] = (), new: Iterable[str] = ()) -> None:
-        """Take part with the machines that are known."""
+        """Take part with the nodes that are known."""
         now = time.monotonic()
         if self._may_change:
             term = max(term, self._members.term if self._members is not None else 0)
@@ -263,7 +258,7 @@ class NodeGroup:
         opened = iter([self._attempt_store])
 
         def connect() -> Store:
-            """Return this machine's connection to the leader's store, and then another one."""
+            """Return this node's connection to the leader's store, and then another one."""
             store = next(opened, None)
             if store is None:
                 more = open_store(self._host, self._port, self._silence, is_master=False)
@@ -281,28 +276,28 @@ class NodeGroup:
             self._mailbox.serve(self._nodes)
 
     def post(self, to: str | Sequence[str], message: Message) -> None:
-        """Send a message to the launcher of a machine, to those of several, to `LEADER`, or to `ALL`."""
+        """Send a message to the launcher of a node, to those of several, to `LEADER`, or to `ALL`."""
         if "accept" in message and self._members is not None:
             message["accept"] |= {"gone": list(self._members.gone), "new": list(self._members.new)}
         if self._mailbox is not None:
             self._mailbox.post(self._leader if to == LEADER else to, message)
 
     def news(self) -> list[Message]:
-        """Return messages for the launcher: mail, lost machines, or that another machine leads from now on."""
+        """Return messages for the launcher: mail, lost nodes, or that another node leads from now on."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wakeup)
         if self._mailbox is None:
             return []
         unread, self._unread = self._unread, []
-        found = [message for mail in (*unread, *self._mailbox.receive()) for message in self._read(mail)]
+        messages = [message for mail in (*unread, *self._mailbox.receive()) for message in self._read(mail)]
         if self._members is not None:
-            found += self._look_around(self._members, self._mailbox)
+            messages += self._look_around(self._members, self._mailbox)
         elif not self._may_change:
-            found += self._look_at_fixed(self._mailbox)
-        return [{**message, "attempt": self._attempt} for message in found]
+            messages += self._look_at_fixed(self._mailbox)
+        return [{**message, "attempt": self._attempt} for message in messages]
 
     def _read(self, mail: Mail) -> list[Message]:
-        """Take what a message says about the machines; return what the launcher has to know, its kind first."""
+        """Take what a message says about the nodes; return what the launcher has to know, its kind first."""
         if "kind" in mail:
             return [{"mail": mail}]
         if "accused" in mail and self._members is not None:
@@ -318,7 +313,7 @@ class NodeGroup:
             if len(self._finished) == len(self._nodes):
                 self.post(ALL, {"all_ended": True})
             return []
-        if "remote_failure" in mail:  # the first of them is that of all machines
+        if "remote_failure" in mail:  # the first of them is that of all nodes
             is_news = not self._knows_failure and mail["sender"] != self._own
             self._knows_failure = True
             return [{"remote_failure": mail["remote_failure"]}] if is_news else []
@@ -330,7 +325,7 @@ class NodeGroup:
         return [{"arrival": mail["arrival"], "entry": mail["node"]}] if "arrival" in mail else []
 
     def change(self, entries: dict[str, Entry | None], version: int) -> None:
-        """Take part with these machines, too, or without them (None), as the launcher says."""
+        """Take part with these nodes, too, or without them (None), as the launcher says."""
         if self._members is not None:
             if self._members.change(entries, time.monotonic(), version):
                 self.post(LEADER, {"knows": version})
@@ -338,16 +333,16 @@ class NodeGroup:
             self._serve()
 
     def lead(self, term: int) -> None:
-        """Say that this machine leads, as its launcher has decided: to all machines, in its store, at the endpoint."""
+        """Say that this node leads, as its launcher has decided: to all nodes, in its store, at the endpoint."""
         if self._members is not None:
             self._members.confirm(term)
             self.post(ALL, {"leads": term})
             self._describe_run()
 
-    # --- lost machines ------------------------------------------------------------------------------------------
+    # --- lost nodes ------------------------------------------------------------------------------------------
 
     def _look_at_fixed(self, mailbox: Mailbox) -> list[Message]:
-        """Name silent machines of a fixed number, which may still answer; end with the one that leads."""
+        """Name silent nodes of a fixed number, which may still answer; end with the one that leads."""
         now = time.monotonic()
         if not self._leads:
             if mailbox.failed or now - mailbox.contact > self._silence + 2 * beat_seconds(self._request["num_nodes"]):
@@ -360,7 +355,7 @@ class NodeGroup:
         return [{"silent_nodes": names}] if changed else []
 
     def _look_around(self, members: Membership, mailbox: Mailbox) -> list[Message]:
-        """Tell the machines' state what was heard, and carry out what it says."""
+        """Tell the nodes' state what was heard, and carry out what it says."""
         now = time.monotonic()
         members.on_beats(mailbox.beats(), now)
         members.on_contact(mailbox.contact)
@@ -393,15 +388,13 @@ class NodeGroup:
 
     def _leader_is_lost(self) -> PhalanxError:
         return PhalanxError(
-            f"lost the machine that hosts the rendezvous at {self._host}:{self._port}.",
-            hint="Look at that machine's own output: its launcher has ended.",
+            f"lost the node that hosts the rendezvous at {self._host}:{self._port}.",
+            hint="Look at that node's own output: its launcher has ended.",
         )
 
     def _move(self, move: Move, members: Membership, mailbox: Mailbox) -> Message:
-        """Move to the store of the machine that leads from now on, which may be this one."""
-        from torch.distributed import DistNetworkError
-
-        mailbox.close()  # what was not sent is lost with the machine
+        """Move to the store of the node that leads from now on, which may be this one."""
+        mailbox.close()  # what was not sent is lost with the node
         host = self._nodes[move.lost]["host"]
         news: Message = {"leader": move.leader, "lost": host, "term": move.term}
         news |= {"ended": list(move.ended), "gone": list(move.gone), "new": list(move.new)}
@@ -431,15 +424,13 @@ class NodeGroup:
         return news
 
     def _describe_run(self) -> None:
-        """Say in the store of this machine that it leads."""
+        """Say in the store of this node that it leads."""
         assert self._attempt_store is not None, "opened before"
         facts = {"run_id": self._run_id, "leader": self._own, "num_nodes": len(self._nodes)}
         describe_run(self._attempt_store, facts)
 
     def leave(self) -> None:
         """Send what is left, and leave; the leader leaves last, so that the others can still read."""
-        from torch.distributed import DistNetworkError
-
         if self._signpost is not None:
             self._signpost.stop()
         if self._mailbox is not None:
@@ -460,14 +451,14 @@ class NodeGroup:
 
 
 class Signpost:
-    """Leaves the address of a machine that took over at the endpoint, if a launcher is started there again."""
+    """Leaves the address of a node that took over at the endpoint, if a launcher is started there again."""
 
     def __init__(self, request: Message, address: tuple[str, int], signed: Callable[[TCPStore, str], Store]) -> None:
         self._endpoint, self._address, self._signed = split_endpoint(request["endpoint"]), address, signed
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Look at the endpoint now and then in a thread: its machine may not answer."""
+        """Look at the endpoint now and then in a thread: its node may not answer."""
         threading.Thread(target=self._run, name="phalanx-signpost", daemon=True).start()
 
     def stop(self) -> None:
@@ -475,8 +466,6 @@ class Signpost:
         self._stopped.set()
 
     def _run(self) -> None:
-        from torch.distributed import DistNetworkError
-
         while not self._stopped.wait(_SIGNPOST_SECONDS):
             # The endpoint may be a name that is not known, or where nothing answers as a store does.
             with contextlib.suppress(DistNetworkError, RuntimeError, ValueError, OSError):
@@ -486,27 +475,21 @@ class Signpost:
 
 
 def describe(node: str, nodes: Mapping[str, Entry]) -> str:
-    """Return a machine in words: "1 (host, ranks 8-15)"."""
+    """Return a node in words: "1 (host, ranks 8-15)"."""
     node_rank = list(nodes).index(node)
     first = sum(entry["ranks"] for entry in list(nodes.values())[:node_rank])
-    own = nodes[node]
-    return f"{node_rank} ({own['host']}, {ranks_text(range(first, first + own['ranks']))})"
+    described = nodes[node]
+    return f"{node_rank} ({described['host']}, {ranks_text(range(first, first + described['ranks']))})"
 
 
 def open_store(host: str, port: int, seconds: float, *, is_master: bool) -> TCPStore:
     """Host a store, at any free port where `port` is 0, or connect to one."""
-    from torch.distributed import TCPStore
-
     timeout = timedelta(seconds=min(seconds, _CONNECT_SECONDS))
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
 
 def connect(request: Message) -> tuple[TCPStore, bool]:
     """Host the store at the endpoint if this node has to, else connect to it; return whether it hosts it, too."""
-    from torch.distributed import DistNetworkError
-
-    from phalanx.torch_compat import is_own_host
-
     host, port = split_endpoint(request["endpoint"])
     node_rank, seconds = request["node_rank"], request["seconds"]
     # Node 0 hosts when the nodes are numbered (a host's name may map to loopback); else torch's rule decides.
@@ -521,5 +504,5 @@ def connect(request: Message) -> tuple[TCPStore, bool]:
         waited = time.monotonic() - began
         raise PhalanxError(
             f"no answer from the rendezvous endpoint {host}:{port} (waited {waited:.0f} s).",
-            hint="Start node 0 there, and check that this machine can reach that host and port.",
+            hint="Start node 0 there, and check that this node can reach that host and port.",
         ) from error

@@ -51,7 +51,7 @@ def run(request: messages.Message, descriptors: list[int]) -> NoReturn:
             call(request["prelude"])
         target = target_from_message(request["target"])
         if not isinstance(target, CallTarget):
-            call("phalanx.loop.script:count_steps")  # by its name: nothing above the launcher is imported here
+            feature("count-steps")()
         run_target(target, request["path"])
 
     leave(run_to_end(program, lambda error: record_to_log(error, request, log)))
@@ -111,7 +111,7 @@ def _set_up(request: messages.Message, log: int, stack: int, events: int, contro
     announce_joining(request["rank"])
     note_loaders()
     feature("diagnosis").record_messages()
-    call("phalanx.comm:register_backend")
+    feature("register-backend")()
 
 
 def buffer_lines() -> None:
@@ -144,7 +144,7 @@ def announce_joining(rank: int) -> None:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         announce("joining", rank)
-        feature("diagnosis").Joined.begin()
+        feature("diagnosis").CallHistory.begin()
         original(*args, **kwargs)
         announce("joined", rank)
 

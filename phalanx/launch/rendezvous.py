@@ -1,8 +1,7 @@
-"""The rendezvous of the ranks: the launcher's side, and the process that hosts, or connects to, their store.
+"""The rendezvous of the ranks, as the launcher sees it: it talks to the store agent (`store_agent`) of this node.
 
-On one machine that process serves a TCPStore on a loopback socket that the launcher has already bound, so that no port
-is guessed and no other machine can connect. With several it gathers them at the endpoint (`nodes`). It ends when the
-launcher closes its end of their socket.
+On one node the agent serves a TCPStore on a loopback socket that the launcher has already bound, so that no port is
+guessed and no other node can connect. With several it gathers them at the endpoint (`nodes`).
 """
 
 from __future__ import annotations
@@ -11,27 +10,22 @@ import contextlib
 import os
 import secrets
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
-from phalanx.errors import ForkServerDiedError, PhalanxError
+from phalanx.errors import ForkServerDiedError
 from phalanx.host import messages
 from phalanx.host.addresses import LOOPBACK
-from phalanx.host.signed_store import VARIABLE
+from phalanx.host.job_secret import VARIABLE
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.forkserver.client import Session
-from phalanx.launch.gathering import refusal
-from phalanx.launch.mailbox import ALL
-from phalanx.launch.nodes import LEADER, NodeGroup
+from phalanx.launch.membership import ALL, LEADER
 from phalanx.launch.spec import LaunchSpec
 
 _GATHER_SECONDS = 600.0
 _LEAVE_SECONDS = 4.0
-_POLL_SECONDS = 0.2
 _FULL_SECONDS = 0.005
 """How long to wait while the launcher has no room for messages."""
 
@@ -49,7 +43,7 @@ class Rendezvous:
         self._outbox: messages.Outbox | None = None
         self._node_rank = 0
         self._askers: dict[int, str] = {}
-        """The machines that have asked for the collectives of all ranks, by their question's number."""
+        """The nodes that have asked for the collectives of all ranks, by their question's number."""
         self.is_complete = False
         """Whether all nodes have joined: then the others wait for a message when this one leaves."""
 
@@ -98,7 +92,7 @@ class Rendezvous:
         """Return the agent's next message, None when it has ended.
 
         It is one of "arrived", "node", "remote_failure", "silent_nodes", "question", "answer", "all_ended" and "error";
-        if the number of machines may change, also "mail", "arrival", "lost_nodes" and "leader".
+        if the number of nodes may change, also "mail", "arrival", "lost_nodes" and "leader".
         """
         assert self.agent is not None
         received = messages.receive(self.agent)
@@ -113,7 +107,7 @@ class Rendezvous:
         return message
 
     def publish_failure(self, failure: FailureReport) -> None:
-        """Send the other machines why this one stops."""
+        """Send the other nodes why this one stops."""
         if self.has_other_nodes:
             self.post(ALL, {"remote_failure": failure.to_message()})
 
@@ -122,15 +116,15 @@ class Rendezvous:
         self.post(ALL, {"question": secrets.randbits(32)})
 
     def send_calls(self, number: int, calls: list[messages.Message]) -> None:
-        """Send what this machine's ranks have answered to the machine that has asked."""
+        """Send what this node's ranks have answered to the node that has asked."""
         self.post(self._askers[number], {"answer": {"number": number, "from": self._node_rank, "calls": calls}})
 
     def publish_end(self) -> None:
-        """Report that all ranks of this machine have succeeded; "all_ended" comes when those of all machines have."""
+        """Report that all ranks of this node have succeeded; "all_ended" comes when those of all nodes have."""
         self.post(LEADER, {"node_finished": True})
 
     def post(self, to: str | Sequence[str], message: messages.Message) -> None:
-        """Send a message to the launcher of another machine, or to those of several."""
+        """Send a message to the launcher of another node, or to those of several."""
         if self.has_other_nodes:
             self._send({"post": message, "to": to})
 
@@ -151,11 +145,11 @@ class Rendezvous:
                 self._outbox.flush()
 
     def watch_nodes(self, entries: messages.Message, version: int) -> None:
-        """Watch other machines from now on, by their entries; None: not any more. `version`: of the view."""
+        """Watch other nodes from now on, by their entries; None: not any more. `version`: of the view."""
         self._send({"nodes": entries, "version": version})
 
     def lead(self, term: int) -> None:
-        """Tell the other machines that this one leads: enough of them have reported to it."""
+        """Tell the other nodes that this one leads: enough of them have reported to it."""
         self._send({"lead": term})
 
     def close(self) -> None:
@@ -188,69 +182,3 @@ class Rendezvous:
                         return
                 except ForkServerDiedError:
                     return  # and the agent with it
-
-
-def serve(request: messages.Message, descriptors: list[int]) -> NoReturn:
-    """Run as the store agent of a launcher until it closes its end of the socket."""
-    launcher = socket.socket(fileno=descriptors[0])
-    # A scheduler may signal every process of a job: the ranks still need the store while they stop.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # torch's messages about lost connections go to a file: they explain little and would hide the report.
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    if request["num_nodes"] == 1:
-        _serve_one_node(launcher, descriptors[1])
-    else:
-        _serve_nodes(launcher, request)
-    os._exit(0)
-
-
-def _serve_one_node(launcher: socket.socket, listener: int) -> None:
-    from torch.distributed import TCPStore
-
-    port = socket.socket(fileno=os.dup(listener)).getsockname()[1]
-    # The plain server blocks until a request is complete, so that any local process could stop the run with half a
-    # request; libuv's server does not.
-    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener, use_libuv=True)
-    messages.receive(launcher)
-    assert store.port == port
-
-
-def _serve_nodes(launcher: socket.socket, request: messages.Message) -> None:
-    nodes = None
-    try:
-        nodes = NodeGroup(request)
-        _follow(launcher, nodes)
-    except PhalanxError as error:
-        messages.send(launcher, refusal(error))
-        messages.receive(launcher)
-    if nodes is not None:
-        nodes.leave()
-
-
-def _follow(launcher: socket.socket, nodes: NodeGroup) -> None:
-    """Execute the launcher's requests, and send it news of the other machines, until it closes the socket."""
-    outbox = messages.Outbox(launcher)
-    with selectors.DefaultSelector() as selector:
-        selector.register(launcher, selectors.EVENT_READ)
-        selector.register(nodes.wakeup, selectors.EVENT_READ)
-        while True:
-            ready = [key.fileobj for key, _ in selector.select(_POLL_SECONDS if outbox.is_empty else _FULL_SECONDS)]
-            if launcher in ready:
-                received = messages.receive(launcher)
-                if received is None:
-                    return
-                request, _ = received
-                if "gather" in request:
-                    outbox.send({"node": nodes.gather(request["gather"], outbox.send)})
-                elif "nodes" in request:
-                    nodes.change(request["nodes"], request["version"])
-                elif "lead" in request:
-                    nodes.lead(request["lead"])
-                else:
-                    nodes.post(request["to"], request["post"])
-            for message in nodes.news():
-                outbox.send(message)
-            outbox.flush()

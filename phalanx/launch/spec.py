@@ -56,9 +56,9 @@ class ModuleTarget:
                 f"'{self.name}' is not a module name.",
                 hint="Write it with dots, such as 'package.train'; for a file use a script.",
             )
-        found, missing = find_module(self.name)
+        package, missing = find_module(self.name)
         if missing:
-            inside = f"the package '{found}' has no module" if found else "there is no module"
+            inside = f"the package '{package}' has no module" if package else "there is no module"
             raise UsageError(
                 f"{inside} '{missing}' (-m {self.name}).",
                 hint=f"Looked in {os.getcwd()} and in what is installed. A file is started with --script FILE.",
@@ -67,14 +67,14 @@ class ModuleTarget:
 
 def find_module(name: str) -> tuple[str, str]:
     """Return how much of a module's name is found, and the next part that is not: a package needs `__main__`."""
-    found: list[str] = []
+    parts: list[str] = []
     where: list[str] = [os.getcwd(), *sys.path]
     for part in name.split("."):
-        full = ".".join([*found, part])
+        full = ".".join([*parts, part])
         spec = next(filter(None, (finder.find_spec(full, where) for finder in sys.meta_path)), None)
         if spec is None:
-            return ".".join(found), part
-        found.append(part)
+            return ".".join(parts), part
+        parts.append(part)
         where = list(spec.submodule_search_locations or ())
     return find_module(f"{name}.__main__") if where else (name, "")
 
@@ -193,7 +193,7 @@ class LaunchSpec:
     threads_per_rank: int | None = None
     """Compute threads per rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
     identity: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
-    """What all machines of the run must have in common, by name: versions, settings."""
+    """What all nodes of the run must have in common, by name: versions, settings."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Data sets that the starter itself shards over the ranks (Ray Data), by name."""
     prelude: str = ""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from phalanx.errors import ForkServerDiedError, UsageError
 from phalanx.host.files import make_private, scratch_folder
+from phalanx.host.job_secret import VARIABLE
 from phalanx.host.processes import SignalInbox
-from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.attempt import Attempt
 from phalanx.launch.environment import shared_environment
 from phalanx.launch.failure import FailureReport
@@ -97,6 +97,6 @@ class _Launching:
             if not attempt.has_started:  # it was dying already
                 return new_attempt().run(self._rank_env)
             failure = FailureReport(cause=death.message, hint=death.hint, exit_code=death.exit_code)
-            # Of several machines whose number may change the others go on without this one, and would not meet it.
+            # Of several nodes whose number may change the others go on without this one, and would not meet it.
             final = self._spec.num_nodes > 1 and self._spec.elastic is not None
             return Outcome(failure.exit_code, failure, failures=failures, final=final)

@@ -16,8 +16,8 @@ from phalanx.launch.spec import LaunchSpec
 
 IMPORT_MOMENTS = (15.0, *MOMENTS)
 """torch takes a few seconds from a local disk; from a cold network disk, far more."""
-MACHINES_MOMENTS = (2.0, *MOMENTS)
-"""The user has to start the other machines: report early which are missing."""
+NODES_MOMENTS = (2.0, *MOMENTS)
+"""The user has to start the other nodes: report early which are missing."""
 
 
 class Watch(Protocol):
@@ -32,36 +32,36 @@ class Watch(Protocol):
 
 
 class StartupNotices:
-    """First torch is imported, then the machines gather, then the ranks are forked. Each phase has its own clock."""
+    """First torch is imported, then the nodes gather, then the ranks are forked. Each phase has its own clock."""
 
     def __init__(self, spec: LaunchSpec, now: float, notice: Callable[[str], None], *, serving: bool) -> None:
         self._notice = notice
         self._endpoint = spec.rdzv_endpoint
-        self._machines = spec.num_nodes
+        self._num_nodes = spec.num_nodes
         self._imports = " and ".join(["torch", *extra_modules(spec.env)[:1]])
         # Node 0 is at the endpoint itself.
         self._arrived = 1 if spec.node_rank == 0 else 0
         self._serving = False
         self._reminder: Reminder | None = Reminder(now, IMPORT_MOMENTS)
         if serving:
-            self.take_serving(now)
+            self.on_serving(now)
 
-    def take_serving(self, now: float) -> None:
+    def on_serving(self, now: float) -> None:
         """Note that the fork server has answered: torch is imported."""
         if not self._serving:
             self._serving = True
-            self._reminder = Reminder(now, MACHINES_MOMENTS if self._machines > 1 else MOMENTS)
+            self._reminder = Reminder(now, NODES_MOMENTS if self._num_nodes > 1 else MOMENTS)
 
-    def take_arrived(self, machines: int, now: float) -> None:
-        """Note how many machines have come to the endpoint, this one included; a notice follows soon."""
-        changed = 1 < machines != self._arrived
-        self._arrived = machines
+    def on_arrived(self, nodes: int, now: float) -> None:
+        """Note how many nodes have come to the endpoint, this one included; a notice follows soon."""
+        changed = 1 < nodes != self._arrived
+        self._arrived = nodes
         if changed:
-            self._reminder = Reminder(now, MACHINES_MOMENTS)
+            self._reminder = Reminder(now, NODES_MOMENTS)
 
-    def take_gathered(self, now: float) -> None:
-        """Note that all machines are here."""
-        self._arrived = self._machines
+    def on_gathered(self, now: float) -> None:
+        """Note that all nodes are here."""
+        self._arrived = self._num_nodes
         if self._serving:
             self._reminder = Reminder(now, MOMENTS)
 
@@ -71,14 +71,14 @@ class StartupNotices:
 
     @property
     def activity(self) -> str:
-        """The phase, as the end of a sentence: "importing torch", "waiting for 1 of 2 machines at node0:29400"."""
+        """The phase, as the end of a sentence: "importing torch", "waiting for 1 of 2 nodes at node0:29400"."""
         if not self._serving:
             return f"importing {self._imports}"
-        missing = self._machines - max(self._arrived, 1)
-        if self._machines == 1 or missing <= 0:
+        missing = self._num_nodes - max(self._arrived, 1)
+        if self._num_nodes == 1 or missing <= 0:
             return "starting the ranks"
         silent = "" if self._arrived else " (no answer there yet)"
-        return f"waiting for {missing} of {self._machines} machines at {self._endpoint}{silent}"
+        return f"waiting for {missing} of {self._num_nodes} nodes at {self._endpoint}{silent}"
 
     @property
     def next_deadline(self) -> float | None:
@@ -119,7 +119,7 @@ class StartWatch:
     _ended: set[int] = field(default_factory=set)
     _reminder: Reminder | None = None
 
-    def take_process(self, state: RankState, now: float) -> None:
+    def on_process(self, state: RankState, now: float) -> None:
         """Note that a rank has been forked, has ended, or could not be started."""
         self._begun.add(state.slot)
         if self._all_begun is None and len(self._begun) == len(self.ranks):
@@ -129,7 +129,7 @@ class StartWatch:
             self._ended.add(state.slot)
             self._waiting.pop(state.slot, None)
 
-    def take_event(self, event: dict[str, Any], now: float) -> None:
+    def on_event(self, event: dict[str, Any], now: float) -> None:
         """Note a rank entering or leaving init_process_group."""
         rank = event.get("rank")
         if not isinstance(rank, int):

@@ -84,7 +84,7 @@ class RankChecks:
         if action == "stop" or (replaces and self._formation.rank in finding.ranks):
             raise CorruptionError(
                 f"silent corruption at step {step}: {finding.why}",
-                hint="The last checkpoint was written before. Check the memory of that machine or GPU; with "
+                hint="The last checkpoint was written before. Check the memory of that node or GPU; with "
                 "max_restarts the run goes on from the checkpoint, and on_corruption='warn' only reports.",
             )
 

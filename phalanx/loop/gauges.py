@@ -119,7 +119,7 @@ def _known(value: float | None) -> float:
 def _memory_limit(world: World) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory / world.ranks_per_gpu)
-    return host_memory() / world.env.local_world_size  # ranks of a machine share it
+    return host_memory() / world.env.local_world_size  # ranks of a node share it
 
 
 def _sensor(device: torch.device) -> GpuSensor | None:

@@ -57,7 +57,7 @@ class Recipe:
     optimizer: str = ""
     """The import path of a function of the parameters, or of an optimizer class; a name is the setting `optimizer`."""
     metrics: dict[str, str] = field(default_factory=dict)
-    """Import paths of `metric(output, target)` by name."""
+    """By the name of the result: a name of `phalanx.zoo.scores`, or the import path of `metric(output, target)`."""
     callbacks: tuple[str, ...] = ()
     """Import paths of callback classes, and of functions that are called after each step."""
     augment: dict[str, Any] = field(default_factory=dict)
@@ -183,7 +183,9 @@ def _part(entry: Any, part: str, name: str, base: Path) -> dict[str, Any]:
 
 
 def _located(name: str, base: Path) -> str:
-    """Return a path of files as an absolute one; other names as they are."""
+    """Return a path of files, or of a repository of the Hub, as an absolute one; other names as they are."""
+    if name.startswith("hf://"):
+        return str(feature("hub")(name))
     is_path = name.startswith((".", "~")) or "/" in name or (not is_import_path(name) and (base / name).is_file())
     return str((base / Path(name).expanduser()).resolve()) if is_path else name
 

@@ -90,7 +90,7 @@ def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
     return {**facts, **{name: repr(getattr(config, name)) for name in names}}
 
 
-RUN_JOB = "phalanx.worker:run_job"
+RUN_JOB = FEATURES["run-job"]
 """What a rank calls with the file of a job."""
 _IN_PLACE = (RUN_JOB, FEATURES["verify-rank"])
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from phalanx.errors import UsageError, nearest
+from phalanx.features import feature
 from phalanx.host.files import is_trusted
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best_mark import latest_mark
@@ -448,15 +449,28 @@ def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
 def with_located_sources(recipe: Recipe) -> Recipe:
     """Return a recipe whose model.pretrained and data.tokenizer are absolute paths: ranks may run in another folder.
 
+    Repositories of the Hub are downloaded.
     What `pretrained` names may also be a run; "last" is the last one now, before the new one begins.
     """
     model, data = dict(recipe.model), dict(recipe.data)
     if isinstance(source := model.get("pretrained"), str):
-        path = Path(source).expanduser()
-        model["pretrained"] = str(path.resolve() if path.exists() else find_run(source).path.resolve())
+        path = _of_user(source)
+        try:
+            model["pretrained"] = str(path.resolve() if path.exists() else find_run(source).path.resolve())
+        except UsageError as error:
+            raise UsageError(
+                f"model.pretrained = '{source}' is not a path, and {error}",
+                hint="Give a run, a folder, or hf://ORG/NAME for a model of the Hugging Face Hub.",
+            ) from None
     if isinstance(tokenizer := data.get("tokenizer"), str):
-        data["tokenizer"] = str(Path(tokenizer).expanduser().resolve())
+        data["tokenizer"] = str(_of_user(tokenizer).resolve())
     return replace(recipe, model=model, data=data)
+
+
+def _of_user(place: str) -> Path:
+    """Return the path that a user has written, or that of a repository of the Hub."""
+    path: Path = feature("hub")(place) if place.startswith("hf://") else Path(place).expanduser()
+    return path
 
 
 def with_kept_files(recipe: Recipe, kept_files: Path) -> Recipe:

@@ -1,6 +1,6 @@
 """ring: ddp with the collectives of Phalanx. Every rank holds the whole model; gradients are averaged during backward.
 
-Ranks of one machine average gradients in place, in shared memory; between machines by a ring. The weights are those of
+Ranks of one node average gradients in place, in shared memory; between nodes by a ring. The weights are those of
 torch's DDP, with equal bits where additions have the same order.
 """
 
@@ -119,7 +119,7 @@ def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> t
     group = dist.new_group(timeout=timedelta(seconds=config.timeout))
     memory = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
     if on_cpu or config.fixed_order:
-        from phalanx.comm.collectives.hierarchical import ChannelExchange  # few runs have several machines
+        from phalanx.comm.collectives.hierarchical import ChannelExchange  # few runs have several nodes
 
         return ChannelExchange(group, in_fixed_order=config.fixed_order), memory
     return TorchExchange(group), memory
@@ -128,7 +128,7 @@ def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> t
 class Auto(RingDDP):
     """The fastest form of ddp for these ranks, used when no strategy is named; decided per model.
 
-    CPU ranks of one machine average gradients in shared memory, which is much faster and gives the same bits with two
+    CPU ranks of one node average gradients in shared memory, which is much faster and gives the same bits with two
     ranks. All others, and models with buffers or sparse gradients, use torch's DistributedDataParallel.
     """
 

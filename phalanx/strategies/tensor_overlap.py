@@ -71,7 +71,7 @@ def _why_not(world: World, splits_sequence: bool) -> str:
     env, ranks = world.env, world.mesh.tp
     first = env.local_rank - world.mesh.coordinates(world.rank)["tp"]
     if first < 0 or first + ranks > env.local_world_size:
-        return f"its {ranks} ranks are not on one machine"
+        return f"its {ranks} ranks are not on one node"
     begin = env.number_here - env.local_rank + first
     devices = {number % torch.cuda.device_count() for number in range(begin, begin + ranks)}
     for one, other in itertools.permutations(sorted(devices), 2):

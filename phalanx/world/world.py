@@ -244,7 +244,7 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
 
 
 def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:
-    """By default nccl for GPUs, gloo for CPUs; with strategy = 'auto', shared memory for CPUs of one machine."""
+    """By default nccl for GPUs, gloo for CPUs; with strategy = 'auto', shared memory for CPUs of one node."""
     automatic = config.strategy == "auto" and config.resolved_strategy == DEFAULT_STRATEGY
     on_cpu = "phalanx" if automatic and env.on_one_node else "gloo"
     backend = config.communication_backend or ("nccl" if device.type == "cuda" else on_cpu)

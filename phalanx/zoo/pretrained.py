@@ -20,6 +20,7 @@ from phalanx.recipes import Recipe
 from phalanx.run.stored import StoredRun
 from phalanx.run.weights import load_weights, read_weights
 from phalanx.zoo.data import takes
+from phalanx.zoo.hub import HUB_HINT, on_disk
 from phalanx.zoo.models.hf import new_like
 from phalanx.zoo.models.hf.model_folder import CONFIG
 from phalanx.zoo.models.registry import build, module_of
@@ -36,7 +37,7 @@ def build_pretrained(name: str, *, pretrained: str, weights: bool = True, **opti
 
     `weights`: False for the shape alone. What was taken is the model's attribute `weights_note`.
     """
-    source = pretrained
+    source = on_disk(pretrained)
     of_shape = {key: value for key, value in options.items() if key in _OWN}
     path = Path(str(source))
     state: Mapping[str, Any]
@@ -86,7 +87,7 @@ def _stored(path: Path) -> tuple[StoredRun, Path | None]:
     if not path.is_dir():
         raise UsageError(
             f"model.pretrained = '{path}': there is nothing at that path",
-            hint="Give a run, a checkpoint, a Hugging Face folder, or a file of weights.",
+            hint=f"Give a run, a checkpoint, a Hugging Face folder, or a file of weights. {HUB_HINT}",
         )
     is_checkpoint = (path / MANIFEST).is_file()
     return (StoredRun(path.absolute().parent.parent), path) if is_checkpoint else (StoredRun(path), None)

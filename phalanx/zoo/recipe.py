@@ -28,6 +28,7 @@ from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
 from phalanx.zoo.models.registry import build, names
 from phalanx.zoo.recipe_parts import loss_options, recipe_parts
+from phalanx.zoo.scores import find_metric
 
 if TYPE_CHECKING:
     from phalanx.loop.running_trainer import RunningTrainer
@@ -174,8 +175,7 @@ def _is_large(recipe: Recipe, config: DistributedConfig) -> bool:
 
 def recipe_metrics(recipe: Recipe) -> dict[str, Any] | None:
     """Return the functions of the recipe's metrics by name (of a class, an object); None for the usual ones."""
-    functions = {name: load_import(path, f"metrics.{name}") for name, path in recipe.metrics.items()}
-    return {name: metric() if inspect.isclass(metric) else metric for name, metric in functions.items()} or None
+    return {name: find_metric(text, name) for name, text in recipe.metrics.items()} or None
 
 
 def recipe_augment(recipe: Recipe, model: nn.Module, train: Any = None) -> Any:

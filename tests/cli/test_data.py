@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import numpy as np
+import programs
 import pytest
 from command import ROOT, clean_environment, completions, phalanx
 from PIL import Image
@@ -118,7 +119,7 @@ def test_processes_write_what_one_process_writes(tmp_path):
     words = (*words, "--classes", "8")
     command = [sys.executable, "-m", "phalanx", *words, "--workers", "2", "--out", str(tmp_path / "two")]
     environment = {**clean_environment(), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = programs.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     phalanx(*words, "--workers", 1, "--out", tmp_path / "one")
     one, two = (json.loads((tmp_path / name / "index.json").read_text()) for name in ("one", "two"))

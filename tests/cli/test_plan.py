@@ -29,7 +29,7 @@ def config_home(tmp_path, monkeypatch):
 def test_the_answer_comes_in_order():
     answer = phalanx(*LLAMA, "--tokens", "1T")
     assert answer.code == 0
-    assert answer.out.startswith("llama-70b (70.6 B parameters) on 64 x h100 (8 machines of 8): fits\n")
+    assert answer.out.startswith("llama-70b (70.6 B parameters) on 64 x h100 (8 nodes of 8): fits\n")
     parts = (
         "  layout ", "  step ", "MFU ", "  batch ", "  training ", "memory per GPU", "time of a step", "what limits",
         "runners-up of", "refused", "assumed", "sensitivity:", "reliability:", "to train it", "for --config",
@@ -128,7 +128,7 @@ def test_one_gpu_keeps_states_in_host_memory_where_nothing_else_fits():
     answer = phalanx(*words)
     assert answer.code == 0
     assert "one GPU, micro-batch 32, full recomputation, states in host memory" in answer.out
-    assert "host memory       100 of 1,152 GiB per machine for states" in answer.out
+    assert "host memory    100 of 1,152 GiB per node for states" in answer.out
     assert "--strategy fsdp" in answer.out
     assert "--offload cpu" in answer.out
     assert phalanx(*words, "--offload", "none").code == 2
@@ -290,7 +290,7 @@ def test_a_hugging_face_config(tmp_path):
             ("llama-7b", "--gpus", 8, "--gpu", "h100", "--samples", 9, "--epochs", "nan"),
             "--epochs nan: must be greater",
         ),
-        (("llama-7b", "--gpus", 12, "--gpu", "h100"), "12 GPUs are not whole machines of 8"),
+        (("llama-7b", "--gpus", 12, "--gpu", "h100"), "12 GPUs are not whole nodes of 8"),
         (("llama-7b",), "--gpus 64 --gpu h100, or --instance"),
         ((), "no model was named"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--instance", "p5"), "both given"),
@@ -321,7 +321,7 @@ def test_a_hugging_face_config(tmp_path):
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--tokens", "-5B"), "--tokens -5B: expected a number above 0"),
         (("llama-7b", "--gpus", 3.5, "--gpu", "h100"), "--gpus 3.5: expected a whole number"),
         (("llama-7b", "--nodes", 1.5, "--gpu", "h100"), "--nodes 1.5: expected a whole number"),
-        (("llama-7b", "--instance", "p5", "--nodes", 2, "--gpus", 8), "2 machines of p5.48xlarge have 16 GPUs"),
+        (("llama-7b", "--instance", "p5", "--nodes", 2, "--gpus", 8), "2 nodes of p5.48xlarge have 16 GPUs"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_write(words, message, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -180,7 +181,7 @@ def test_a_rank_that_is_lost_before_the_first_collective(tmp_path):
         port = str(listener.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
-        subprocess.Popen(
+        programs.Popen(
             [sys.executable, "-c", LOST_EARLY],
             env=clean_environment(RANK=str(rank), **shared),
             cwd=tmp_path,
@@ -408,6 +409,9 @@ def join_where_the_backend_fails(
     broken_ranks: tuple[int, ...], registered: bool, chosen: str | None = None
 ) -> tuple[str | None, float, list[str]]:
     rank = dist.get_rank()
+    dist.all_reduce(
+        torch.zeros(1)
+    )  # both have connected: a rank that leaves earlier breaks the other one's connections
     dist.destroy_process_group()
     if rank in broken_ranks:
         break_backend(registered=registered)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 
+import programs
 import pytest
 from command import ROOT, clean_environment
 from grader.exercise import grade
@@ -102,7 +102,7 @@ def results(tmp_path_factory):
         file.write_text(source)
         order.append((name, str(file)))
     (folder / "order.json").write_text(json.dumps(order))
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-c", IN_ONE_PROCESS, folder / "order.json"],
         env=clean_environment(PYTHONPATH=f"{COURSE}{os.pathsep}{ROOT}"),
         capture_output=True,

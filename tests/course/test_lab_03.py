@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import programs
 import pytest
 from grader.exercise import grade
 from grader.fake_rank import alive
@@ -218,7 +219,7 @@ def test_the_solution_trains_on_under_all_faults(tmp_path):
 
     def run(name, ranks):
         words = [sys.executable, "system.py", f"--folder={name}", f"--ranks={ranks}"]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+        done = programs.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
         return done.stdout, json.loads((tmp_path / name / "result.json").read_text())
 
     _, quiet = run("quiet", 1)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from browser import browser
 from command import clean_environment, end, finish, start
@@ -31,7 +32,7 @@ def learner(tmp_path, monkeypatch):
 
 def python(*words: object, cwd: Path) -> subprocess.Popen[str]:
     """Start Python with the words."""
-    return subprocess.Popen(
+    return programs.Popen(
         [sys.executable, *map(str, words)],
         cwd=cwd,
         env=clean_environment(),

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from command import ROOT
@@ -28,7 +29,7 @@ RUN = [sys.executable, "-m", "torch.distributed.run"]
 def start(words: list[str], folder: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TMPDIR": str(folder)}
     environment.pop("PYTHONSAFEPATH", None)
-    return subprocess.Popen(
+    return programs.Popen(
         words, cwd=FOLDER, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 

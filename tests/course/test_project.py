@@ -6,11 +6,11 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import programs
 import pytest
 from grader.catalog import MODULE_202, listed
 from grader.exercise import grade
@@ -103,7 +103,7 @@ def test_files_of_a_submission_must_be_there(answer):
 def test_the_example_measures_itself_again(answer, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "project.py", str(tmp_path / "runs")]
-    subprocess.run(words, cwd=answer, env=environment, check=True, timeout=900, capture_output=True)
+    programs.run(words, cwd=answer, env=environment, check=True, timeout=900, capture_output=True)
     found = json.loads((answer / "measurements.json").read_text())
     assert found["recovery"]["difference"] == 0.0
     assert found["bytes"] == json.loads((PROJECT / "example" / "measurements.json").read_text())["bytes"]

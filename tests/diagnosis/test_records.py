@@ -6,7 +6,8 @@ import pytest
 
 from phalanx.diagnosis.blame import find_blame
 from phalanx.diagnosis.calls import Call, RankCalls
-from phalanx.diagnosis.records import _is_late, to_calls, with_batch_ends
+from phalanx.diagnosis.overdue import _is_late
+from phalanx.diagnosis.records import to_calls, with_batch_ends
 
 FRAMES = [
     {"name": "isend", "filename": "/usr/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", "line": 9},

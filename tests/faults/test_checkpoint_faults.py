@@ -11,6 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import programs
 import pytest
 import torch
 from waiting import LIMIT_SECONDS
@@ -57,7 +58,7 @@ def stopped_while_writing(writer: subprocess.Popen, directory: Path) -> Path:
 
 
 def test_a_kill_in_the_middle_of_a_save_keeps_the_previous_checkpoint(tmp_path):
-    writer = subprocess.Popen([sys.executable, "-c", KILLED_WRITER, str(tmp_path)])
+    writer = programs.Popen([sys.executable, "-c", KILLED_WRITER, str(tmp_path)])
     try:
         half_written = stopped_while_writing(writer, tmp_path)
     finally:
@@ -162,7 +163,7 @@ def test_a_directory_that_may_not_be_written_is_named(tmp_path):
         if place.stat().st_uid == os.getuid() and "pytest" in str(place):
             place.chmod(place.stat().st_mode | 0o011)
     command = [sys.executable, "-c", FORBIDDEN, str(forbidden), str(OTHER_USER)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = programs.run(command, capture_output=True, text=True, check=True).stdout
     assert output.count(f"rank 0 could not write {forbidden}") == 2, output
     assert output.count("Permission denied") == 2
     assert output.count("Set checkpoint_dir to a directory that you may write to.") == 2

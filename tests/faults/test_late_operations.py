@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.diagnosis import records
+from phalanx.diagnosis import overdue
 from phalanx.loop.hooks import Callback
 
 QUEUED = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
-from phalanx.diagnosis import records
+from phalanx.diagnosis import overdue
 
 def look():
     while True:
@@ -31,9 +31,9 @@ def look():
         watch.check()
 
 dist.init_process_group("gloo")
-watch = records.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
-records._is_late = lambda record, now: now - records.began(record) > 4.0  # gloo itself raises at the timeout
-records._MOST_SKIPPED = 0
+watch = overdue.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
+overdue._is_late = lambda record, now: now - overdue.began(record) > 4.0  # gloo itself raises at the timeout
+overdue._MOST_SKIPPED = 0
 threading.Thread(target=look, daemon=True).start()
 group = dist.new_group([0, 1])
 given = [torch.ones(4) for _ in range(4)]
@@ -64,12 +64,12 @@ BLOCKED = """
 import sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from phalanx import torch_compat
-from phalanx.diagnosis.records import OverdueWatch
+from phalanx.diagnosis import overdue
+from phalanx.diagnosis.overdue import OverdueWatch
 
 dist.init_process_group("gloo")
 if sys.argv[1] == "short":  # gloo itself would raise
-    torch_compat.group_timeout = lambda backend, group: 1.0
+    overdue.group_timeout = lambda backend, group: 1.0
 group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
 watch, found = OverdueWatch(0, "gloo"), []
 
@@ -108,9 +108,9 @@ class StuckOnce(Callback):
 
     def on_fit_start(self, trainer):
         if not any(thread.name == "looks" for thread in threading.enumerate()):
-            records._is_late = lambda record, now: now - records.began(record) > 4.0
-            records._MOST_SKIPPED = 0
-            watch = records.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
+            overdue._is_late = lambda record, now: now - overdue.began(record) > 4.0
+            overdue._MOST_SKIPPED = 0
+            watch = overdue.OverdueWatch(int(os.environ["PHALANX_SLOT"]), "gloo")
             threading.Thread(target=self.look, args=(watch,), name="looks", daemon=True).start()
 
     def look(self, watch):

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import psutil
 import pytest
 from ranks import RecordingConsole, run_script, warm_pid
@@ -48,7 +49,7 @@ while True:
 def _supervisor(tmp_path, source, **variables):
     """Run a real supervisor; whatever the test finds, it does not outlive it."""
     (tmp_path / "train.py").write_text(source)
-    process = subprocess.Popen(
+    process = programs.Popen(
         [sys.executable, "-c", SUPERVISOR, str(tmp_path / "train.py"), str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
         text=True,
@@ -100,7 +101,7 @@ def test_a_stop_while_torch_is_imported_ends_everything_at_once(tmp_path, number
     variables = _slow_import(tmp_path)
     with _supervisor(tmp_path, "pass", **variables) as supervisor:
         _await_import(variables)
-        family = psutil.Process(supervisor.pid).children(recursive=True)
+        family = programs.started_by(supervisor)
         assert len(family) == 1, family
         supervisor.send_signal(number)
         words = _output(supervisor)
@@ -124,7 +125,7 @@ def test_a_signal_for_a_rank_that_was_just_forked_is_neither_lost_nor_ours(tmp_p
             # Right behind the request to fork: it arrives before the child has done anything.
             group.signal(signal.SIGTERM)
             while group.alive:
-                group.take_message(parse(session.receive()))
+                group.on_message(parse(session.receive()))
             group.close(selector)
         assert [state.code for state in group.ranks.values()] == [-signal.SIGTERM]
     session.close()
@@ -152,7 +153,7 @@ def _terminate(processes):
 def test_a_scheduler_that_signals_every_process_lets_the_ranks_save(tmp_path):
     with _supervisor(tmp_path, CHECKPOINTER) as supervisor:
         assert [supervisor.stdout.readline()[5:] for _ in range(2)] == ["ready\n"] * 2
-        family = psutil.Process(supervisor.pid).children(recursive=True)
+        family = programs.started_by(supervisor)
         helpers = [member for member in family if member.name() in ("phalanx-fork", "phalanx-store0")]
         _terminate(helpers)
         gone, _ = psutil.wait_procs(helpers, timeout=0.2)
@@ -199,10 +200,10 @@ def test_a_single_machine_reports_what_it_waits_for_and_stops_on_a_signal(
                 asked.append(time.monotonic())
                 os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(watches, "MACHINES_MOMENTS", (0.05, 30.0))
+    monkeypatch.setattr(watches, "NODES_MOMENTS", (0.05, 30.0))
     endpoint = _free_endpoint()
     run = launch_script("pass", Impatient(), num_nodes=2, node_rank=node_rank, rdzv_endpoint=endpoint)
-    waiting = f"waiting for 1 of 2 machines at {endpoint}{silence}"
+    waiting = f"waiting for 1 of 2 nodes at {endpoint}{silence}"
     assert run.console.notices == [waiting, f"{number.name}: stopping"]
     assert run.result.exit_code == code
     assert run.report == f"stopped by {number.name} while {waiting}; no rank had started."

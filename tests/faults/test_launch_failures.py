@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from command import end, finish, start, write_script
-from ranks import RecordingConsole, warm_pid
+from ranks import RecordingConsole, kept_pids, warm_pid
 from waiting import LIMIT_SECONDS
 
 import phalanx
@@ -35,7 +35,7 @@ PACKAGE = Path(phalanx.__file__).parent
 
 
 def _assert_nothing_runs():
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid != warm_pid()]
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in kept_pids()]
     assert left == []
 
 

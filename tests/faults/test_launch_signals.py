@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import psutil
 import pytest
 from ranks import RecordingConsole, warm_pid
@@ -35,9 +36,9 @@ while True:
 """
 
 CHECKPOINTER = """
-import signal, sys, time
+import os, signal, sys, time
 def leave(number, frame):
-    print("saved", flush=True)
+    os.write(1, b"saved\\n")  # the signal may arrive inside of print, which does not call itself
     sys.exit(75)
 signal.signal(signal.SIGTERM, leave)
 signal.signal(signal.SIGUSR1, leave)
@@ -183,7 +184,7 @@ sys.exit(launch(spec).exit_code)
 def test_a_supervisor_that_is_signalled_leaves_nothing_running(tmp_path, number, code):
     """A real supervisor process, signalled with its whole foreground group as a terminal does it."""
     (tmp_path / "train.py").write_text(SLEEPER)
-    supervisor = subprocess.Popen(
+    supervisor = programs.Popen(
         [sys.executable, "-c", SUPERVISOR, str(tmp_path / "train.py"), str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
         text=True,
@@ -192,7 +193,7 @@ def test_a_supervisor_that_is_signalled_leaves_nothing_running(tmp_path, number,
     )
     with supervisor:
         assert sorted(supervisor.stdout.readline() for _ in range(2)) == ["[r0] ready\n", "[r1] ready\n"]
-        family = psutil.Process(supervisor.pid).children(recursive=True)
+        family = programs.started_by(supervisor)
         assert len(family) == 4, family
         os.killpg(supervisor.pid, number)
         assert supervisor.wait(LIMIT_SECONDS) == code

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
+import programs
 import pytest
 from command import COMMAND, clean_environment, write_script
 
@@ -38,7 +38,7 @@ def train(folder: Path, wrong: str, group: Path | None = None) -> str:
     # A fork server of its own, which is in the group as well.
     env = clean_environment(TMPDIR=str(folder), XDG_RUNTIME_DIR=str(folder))
     words = [*COMMAND, "train", "--script", str(path), "--num-workers", "2"]
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False,
+    done = programs.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False,
                           preexec_fn=enter)  # fmt: skip
     assert done.returncode not in (0, 2), done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -14,6 +14,7 @@ import subprocess
 import termios
 import time
 
+import programs
 from command import COMMAND, clean_environment, end, finish, start, write_script
 
 RECIPE = (
@@ -39,7 +40,7 @@ def _wait(process, seconds=240):
 
 
 def _run_with_output(words, cwd, **streams):
-    process = subprocess.Popen([*COMMAND, *words], cwd=cwd, env=clean_environment(), text=True, **streams)
+    process = programs.Popen([*COMMAND, *words], cwd=cwd, env=clean_environment(), text=True, **streams)
     with process:
         err = process.stderr.read() if process.stderr else ""
         return _wait(process), err
@@ -85,7 +86,7 @@ def test_a_full_disk_under_the_logs_does_not_end_a_script(tmp_path):
         open("done-" + os.environ["RANK"], "w").close()
         """,
     )
-    process = subprocess.Popen(
+    process = programs.Popen(
         [*COMMAND, "train", "--script", str(script), "--num-workers", "2", "--device", "cpu"],
         cwd=tmp_path,
         env=clean_environment(),
@@ -112,7 +113,7 @@ def _in_terminal(words, cwd, *, err=None, rows=30, columns=91):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    process = subprocess.Popen(
+    process = programs.Popen(
         [*COMMAND, *map(str, words)],
         cwd=cwd,
         env=clean_environment(TERM="xterm"),

@@ -198,7 +198,7 @@ def test_a_machine_that_fails_again_and_again_is_left_out_and_ends(cluster, quie
         (two.folder / f"die-3-{step}").write_text("")
     two.start(0, 1)
     assert two.launchers[1].wait(timeout=240) == 1, two.outputs()  # it does not wait to be started again
-    assert "this machine is left out of the run: 4 ranks of" in (two.folder / "out1").read_text()
+    assert "this node is left out of the run: 4 ranks of" in (two.folder / "out1").read_text()
     two.end(0)
     assert [event["world_size"] for event in two.events("recovered")] == [4, 4, 4, 2]
     assert_equal(quiet, two.weights(0))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import programs
 import psutil
 
 from phalanx.cli import main
@@ -66,7 +67,7 @@ def clean_environment(**added: str) -> dict[str, str]:
 
 def start(*words: object, cwd: Path, **environment: str) -> subprocess.Popen[str]:
     """Start `python -m phalanx.cli` with the words, in a process group of its own."""
-    return subprocess.Popen(
+    return programs.Popen(
         [*COMMAND, *map(str, words)],
         cwd=cwd,
         env=clean_environment(**environment),

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "phalanx"
+ENTRY_POINT_GROUPS = {"phalanx.engines", "phalanx.strategies"}
+"""Texts that are spelled as a module, and name entry points of other packages."""
+_NAMED = re.compile(
+    r"(?P<whole>phalanx(?:\.\w+)+)(?:\.|:\w+)?"  # "phalanx.zoo.recipe:recipe_job"; f"phalanx.cli.{verb}"
+    r"|.*(?:\bfrom|-m) (?P<code>phalanx(?:\.\w+)*)\b.*"  # code and commands for another process
+)
 
 
 @functools.cache
@@ -53,6 +60,20 @@ def imports(name: str, *, types: bool = True, functions: bool = True) -> frozens
             yield from visit(child)
 
     return frozenset(visit(parsed(name))) - {name, "phalanx"}
+
+
+@functools.cache
+def named_in_texts(name: str) -> frozenset[str]:
+    """Modules that texts of a module name for an import: entries of tables, code for another process. No prose."""
+    tree = parsed(name)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
+    }
+    matches = filter(None, map(_NAMED.fullmatch, texts - ENTRY_POINT_GROUPS))
+    return frozenset(match["whole"] or match["code"] for match in matches) & {*modules()} - {name, "phalanx"}
 
 
 def circles(*, types: bool, functions: bool = False) -> list[list[str]]:

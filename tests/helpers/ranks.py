@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import programs
 
 from phalanx.errors import RankFailedError
 from phalanx.launch import CallTarget, LaunchResult, LaunchSpec, ScriptTarget, launch
@@ -181,3 +182,8 @@ def run_nodes(
 def warm_pid() -> int | None:
     """Return the id of this process's fork server, or None when there is none."""
     return None if client._current is None else client._current.pid
+
+
+def kept_pids() -> set[int | None]:
+    """Return the ids of the processes that outlive a test: the fork server, and what programs are forked from."""
+    return {warm_pid(), programs.pid()}

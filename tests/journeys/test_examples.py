@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from long_proofs import long_proof
 from ranks import RecordingConsole
@@ -44,7 +45,7 @@ def run_command(words, cwd, **env):
     """Run a command with our Python's own commands first on the path."""
     path = os.pathsep.join([env.pop("first_path", str(BIN)), str(BIN), os.environ["PATH"]])
     full = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
-    return subprocess.run(list(map(str, words)), cwd=cwd, env=full, capture_output=True, text=True, timeout=240)
+    return programs.run(list(map(str, words)), cwd=cwd, env=full, capture_output=True, text=True, timeout=240)
 
 
 def reports(text):
@@ -180,7 +181,7 @@ def test_launch_on_two_machines(tmp_path):
         folder.mkdir()
         words = ["bash", str(LAUNCH), "multi", "--epochs", "1"]
         node = {"cwd": folder, "env": {**env, "NODE_RANK": str(rank)}, "text": True}
-        nodes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **node))
+        nodes.append(programs.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **node))
     try:
         outputs = [node.communicate(timeout=240)[0] for node in nodes]
     finally:
@@ -236,7 +237,7 @@ def test_launch_says_what_is_missing(words, tmp_path):
 def test_launch_is_clean_bash():
     shellcheck = shutil.which("shellcheck", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
     words = [shellcheck, LAUNCH] if shellcheck else ["bash", "-n", LAUNCH]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = programs.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -6,10 +6,10 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from long_proofs import long_proof
 from ranks import RecordingConsole
@@ -41,7 +41,7 @@ def run_python(path, *args, cwd):
     """Run a script in a process that starts its own ranks; return both of its outputs."""
     env = {**os.environ, "PHALANX_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, str(path), *map(str, args)]
-    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = programs.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -6,10 +6,10 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from ranks import RecordingConsole
 
@@ -172,7 +172,7 @@ def test_bad_input_is_answered(start, path, args, says):
 def test_one_rank_is_told_to_bring_another(path, tmp_path):
     env = {**os.environ, "PHALANX_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(path)]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = programs.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
     assert "one rank has no peer" in done.stderr
 

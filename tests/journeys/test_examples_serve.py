@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 
+import programs
 import psutil
 import pytest
 from command import ROOT, clean_environment, end, phalanx
@@ -24,7 +25,7 @@ if importlib.util.find_spec("grpc_reflection") is None:  # of all that Ray Serve
 @long_proof
 def test_a_checkpoint_is_served_over_http_on_loopback_and_nothing_stays(tmp_path):
     example = ROOT / "examples/07-ray/serve_checkpoint.py"
-    process = subprocess.Popen(
+    process = programs.Popen(
         [sys.executable, str(example), "--keep", "--requests", "1"],
         cwd=tmp_path,
         env=clean_environment(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])),
@@ -63,7 +64,7 @@ def test_a_language_model_is_deployed_with_the_endpoints_of_serve(tmp_path, monk
     assert phalanx("train", "text", *options, "--run-dir", "runs/text").code == 0
     example = ROOT / "examples/07-ray/serve_text.py"
     environment = clean_environment(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, str(example), "runs/text"], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from command import ROOT, clean_environment
 from long_proofs import long_proof
@@ -22,7 +22,7 @@ require("optuna", "optuna is not installed: pip install 'phalanx[tune]'")
 def run(*words, cwd):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = clean_environment(PHALANX_DEVICE="cpu", PATH=path)
-    done = subprocess.run([str(word) for word in words], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+    done = programs.run([str(word) for word in words], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

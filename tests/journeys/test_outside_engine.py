@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import programs
 import pytest
 from command import COMMAND, installed_package, phalanx
 
@@ -154,7 +154,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_an_engine_of_another_package_starts_the_ranks_and_trains_as_ddp_does(tmp_path, installed):
     command = [*COMMAND, *TRAIN, "--device", "cpu", "--backend", "toy", "--run-dir", "toy", "--toy-greeting", "bye"]
-    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=400, check=False)
+    done = programs.run(command, env=installed, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     # This launcher gives all ranks one pipe: a rank's line may follow an unfinished line of another.
     for rank in (0, 1):
@@ -191,7 +191,7 @@ for given in ({"backend": "toy", "toy_speed": -1}, {"toy_speed": 1}, {"backend":
 def test_settings_of_an_engine_of_another_package_count_in_every_place(tmp_path, installed):
     (tmp_path / "options.py").write_text(OPTIONS)
     command = [sys.executable, "options.py"]
-    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=400, check=False)
+    done = programs.run(command, env=installed, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     for said in (
         "toy_speed = -1: must be greater than 0",
@@ -200,7 +200,7 @@ def test_settings_of_an_engine_of_another_package_count_in_every_place(tmp_path,
     ):
         assert said in done.stdout
     shown = [*COMMAND, "config", "show", "--backend", "toy", "--toy-speed", "3", "--changed"]
-    done = subprocess.run(shown, env=installed, capture_output=True, text=True, timeout=400, check=False)
+    done = programs.run(shown, env=installed, capture_output=True, text=True, timeout=400, check=False)
     assert "toy_speed" in done.stdout, done.stderr
 
 
@@ -227,7 +227,7 @@ def test_a_strategy_of_another_package_gets_what_its_facts_allow(tmp_path, insta
     words = ["digits", "--num-workers", "2", "--device", "cpu", "--max-steps", "30", "--strategy", "toy-ring", *more]
     faults = ["--fault", "kill:rank=1,step=10", "--no-compare", "--out", "out", "--json"]
     command = [*COMMAND, "verify", *words, *faults]  # a run under faults is a process of its own
-    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=400, check=False)
+    done = programs.run(command, env=installed, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     (fault,) = json.loads(done.stdout)["faults"]
     assert (fault["how"], fault["lost_steps"]) == ("in place, 2 ranks", 0)

@@ -92,6 +92,29 @@ def test_texts_are_classified_by_names_or_numbers(labels):
     assert load_run("last").model.config.classes == 3
 
 
+def test_numbers_for_pairs_of_texts_are_learned_and_measured_by_their_order():
+    pytest.importorskip("datasets")
+    Path("pairs").mkdir()
+    for split, count in (("train", 240), ("val", 40)):
+        lines = [f"{'a' * (number % 6)}b,{'c' * 3},{number % 6}.0" for number in range(count)]
+        Path(f"pairs/{split}.csv").write_text("\n".join(["one,two,score", *lines]))
+    words = ["--set", 'data.text=["one", "two"]', "--set", "data.target=score", "--set", "data.seq_len=16"]
+    succeeded("train", "bert-regress", "--data", "pairs", *words, "--epochs", 6, "--learning-rate", 5e-3, *SHORT)
+    measured = metrics("last")
+    assert set(measured) == {"loss", "pearson", "spearman"}
+    assert measured["spearman"] > 0.9
+    assert metrics("last", "--num-workers", 1) == pytest.approx(measured, rel=1e-5), "ranks change nothing"
+    Path("new.csv").write_text("one,two\nb,ccc\naaaaab,ccc\n")
+    predicted = phalanx("predict", "last", "new.csv", "--json")
+    assert predicted.code == 0, predicted.text
+    low, high = (row["output"][0] for row in json.loads(predicted.out)["rows"])
+    assert low < 2 < 3 < high
+    refused = phalanx("train", "bert-classify", "--data", "pairs", *words, *SHORT)
+    assert refused.code == 2
+    assert "the labels are fractions" in refused.text
+    assert "bert-regress" in refused.text
+
+
 def test_a_language_model_chooses_endings_and_has_a_perplexity():
     succeeded("train", "gpt", "--preset", "debug", "--max-steps", 2, *SHORT, "--num-workers", 1)
     few = metrics("last", "--limit-val-batches", 1)

@@ -14,6 +14,7 @@ import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import programs
 import pytest
 from command import ROOT, Answer, clean_environment, end, finish, write_script
 from seed_snippets import GROUPS, NEEDS, PREPARATION, RUNNER
@@ -26,7 +27,7 @@ EXAMPLES = ROOT / "examples"
 
 def start(*words: object, cwd: Path, **environment: str) -> subprocess.Popen[str]:
     """Start Python with `compat/` on its path, as `pip install ./compat` would have it."""
-    return subprocess.Popen(
+    return programs.Popen(
         [sys.executable, *map(str, words)],
         cwd=cwd,
         env=clean_environment(PYTHONPATH=f"{ROOT / 'compat'}:{ROOT}", PHALANX_DEVICE="cpu", **environment),

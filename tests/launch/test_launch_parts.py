@@ -149,7 +149,7 @@ def test_node_order_fills_the_gaps():
     assert order_nodes([None, 0, None]) == [1, 0, 2]
     assert order_nodes([3, None, 1]) == [1, 2, 0], "node 2 has not come"
     entries = {name: {"host": name, "node_rank": 1} for name in "ab"}
-    with pytest.raises(UsageError, match="two machines say they are node 1: 'a' and 'b'"):
+    with pytest.raises(UsageError, match="two nodes say they are node 1: 'a' and 'b'"):
         check_numbers(entries)
 
 

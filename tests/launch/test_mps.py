@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import programs
 import psutil
 import pytest
 from waiting import LIMIT_SECONDS
@@ -144,7 +145,7 @@ sys.exit(launch(spec).exit_code)
 def test_a_launcher_that_is_killed_leaves_no_daemon(calls, tmp_path, number, code):
     (tmp_path / "train.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     temporary = tempfile.TemporaryDirectory()  # with a short path, which sockets need
-    launcher = subprocess.Popen(
+    launcher = programs.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path / "train.py"), str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
         text=True,

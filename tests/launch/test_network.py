@@ -10,7 +10,8 @@ from command import write_script
 from test_starters import run_together, srun_environments
 
 from phalanx.errors import CommunicationError
-from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.host.job_secret import VARIABLE
+from phalanx.host.signed_store import sign_store
 from phalanx.launch.membership import Heartbeats
 
 HALF_A_REQUEST = """

@@ -20,12 +20,12 @@ from phalanx.host import messages
 from phalanx.host.addresses import free_port
 from phalanx.launch import gathering
 from phalanx.launch.gathering import Gathering, agree_on_round
-from phalanx.launch.mailbox import ALL
-from phalanx.launch.membership import beat_seconds
-from phalanx.launch.nodes import LEADER, NodeGroup
+from phalanx.launch.membership import ALL, LEADER, beat_seconds
+from phalanx.launch.nodes import NodeGroup
 from phalanx.launch.probes import Probes
-from phalanx.launch.rendezvous import Rendezvous, _follow
+from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.spec import CallTarget, LaunchSpec
+from phalanx.launch.store_agent import _follow
 
 
 class Machines:
@@ -109,7 +109,7 @@ def test_a_fixed_number_of_machines_gets_places_and_a_store():
     assert shared[1:] == ("run0", 6, 3)
     assert machines.arrived[0][-1] == 3
     assert all(machines.arrived.values()), "each has reported how many there are"
-    with pytest.raises(UsageError, match=r"3 machines have joined at .* without this one"):
+    with pytest.raises(UsageError, match=r"3 nodes have joined at .* without this one"):
         machines.gather(3)
 
 
@@ -119,7 +119,7 @@ def test_those_that_did_not_come_are_named_on_every_machine():
         machines.groups[number] = NodeGroup({"node_rank": number, "launch_id": "", **machines._request})
     with ThreadPoolExecutor() as pool:
         for each in [pool.submit(machines.gather, number) for number in (0, 2)]:
-            with pytest.raises(PhalanxError, match=r"not all 4 machines joined .* \(2 ranks\) came, node 1, node 3"):
+            with pytest.raises(PhalanxError, match=r"not all 4 nodes joined .* \(2 ranks\) came, node 1, node 3"):
                 each.result()
 
 
@@ -173,7 +173,7 @@ def test_a_fixed_number_of_machines_ends_with_the_one_that_hosts_the_store():
     machines = Machines(2)
     machines.gather(0, 1)
     machines.kill(0)
-    with pytest.raises(PhalanxError, match="lost the machine that hosts the rendezvous"):
+    with pytest.raises(PhalanxError, match="lost the node that hosts the rendezvous"):
         machines.await_news(1, "anything")
 
 
@@ -182,14 +182,14 @@ def accept(machines: Machines, leader: int, news: dict[str, Any]) -> None:
     group = machines.groups[leader]
     group.change({news["arrival"]: news["entry"]}, 1)
     nodes = [[name, entry["host"], entry["ranks"], entry["standby"]] for name, entry in group._nodes.items()]
-    group.post([news["arrival"]], {"accept": {"late": True, "machines": nodes}, "places": {news["arrival"]: {}}})
+    group.post([news["arrival"]], {"accept": {"late": True, "nodes": nodes}, "places": {news["arrival"]: {}}})
 
 
 def test_a_machine_that_comes_late_is_known_to_all_and_may_take_over():
     """The leader is lost, and of those that are left the one that came late has to know all others, and they it."""
     machines = elastic(2)
     places = machines.gather(0, 1)
-    assert [[machine[2] for machine in each["machines"]] for each in places] == [[2, 2], [2, 2]]
+    assert [[machine[2] for machine in each["nodes"]] for each in places] == [[2, 2], [2, 2]]
     with ThreadPoolExecutor() as pool:
         late = pool.submit(machines.gather, 2, attempt=0)
         news = machines.await_news(0, "arrival")

@@ -13,6 +13,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import programs
 import pytest
 from command import COMMAND, clean_environment, end, finish, write_script
 
@@ -51,7 +52,7 @@ def free_port() -> int:
 def run_together(commands: list[list[str]], folder: Path, environments: list[dict[str, str]]) -> list[str]:
     """Start several programs at once; all must end well. Returns what each printed."""
     processes = [
-        subprocess.Popen(
+        programs.Popen(
             command,
             cwd=folder,
             env=clean_environment(OMP_NUM_THREADS="1", TMPDIR=str(folder), **environment),  # torchrun leaves its own
@@ -224,7 +225,7 @@ def test_a_crash_on_one_host_is_named_on_the_other(hosts, tmp_path):
         """,
     )
     processes = [
-        subprocess.Popen(
+        programs.Popen(
             node(hosts, number, "--script", str(script), "--num-workers", "2"),
             cwd=tmp_path,
             env=clean_environment(),

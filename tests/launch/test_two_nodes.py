@@ -56,7 +56,7 @@ dist.barrier()
 def test_two_nodes_with_one_number_are_refused(tmp_path, fork_server):
     runs = run_nodes(tmp_path, SUM, node_ranks=(1, 1, 0), sizes=(1, 1, 1))
     assert [run.result.exit_code for run in runs] == [2, 2, 2]
-    assert all("two machines say they are node 1" in run.report for run in runs)
+    assert all("two nodes say they are node 1" in run.report for run in runs)
 
 
 def test_a_machine_with_another_version_or_other_settings_is_refused_with_the_difference(tmp_path, fork_server):
@@ -78,16 +78,16 @@ def test_an_endpoint_that_does_not_answer_is_named(launch_script):
 
 def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
     run = launch_script(SUM, num_nodes=2, node_rank=0, rdzv_endpoint=free_endpoint(), join_timeout=1.0)
-    assert "not all 2 machines joined" in run.report
+    assert "not all 2 nodes joined" in run.report
 
 
 def test_the_notice_counts_the_missing_machines(tmp_path, fork_server, monkeypatch):
-    monkeypatch.setattr(watches, "MACHINES_MOMENTS", (2.0, 30.0))
+    monkeypatch.setattr(watches, "NODES_MOMENTS", (2.0, 30.0))
     endpoint = free_endpoint()
     runs = run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=6.0)
     for run in runs:
-        assert f"waiting for 1 of 3 machines at {endpoint}" in run.console.notices
-    assert any("not all 3 machines joined" in run.report for run in runs)
+        assert f"waiting for 1 of 3 nodes at {endpoint}" in run.console.notices
+    assert any("not all 3 nodes joined" in run.report for run in runs)
 
 
 def test_a_host_that_is_not_known_is_refused_before_anything_starts(tmp_path, fork_server):

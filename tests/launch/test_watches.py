@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.launch import LaunchSpec, ScriptTarget
 from phalanx.launch.group import RankState
 from phalanx.launch.launcher_loop import MOMENTS, Reminder, duration_text
-from phalanx.launch.watches import IMPORT_MOMENTS, MACHINES_MOMENTS, StartupNotices, StartWatch
+from phalanx.launch.watches import IMPORT_MOMENTS, NODES_MOMENTS, StartupNotices, StartWatch
 
 
 def _spec(tmp_path, **fields):
@@ -44,7 +44,7 @@ class Notices(StartupNotices):
 def _watch(spec, ranks, begun=None):
     watch = Start(spec, ranks)
     for rank in ranks if begun is not None else ():
-        watch.take_process(RankState(rank, "", "", rank), begun)
+        watch.on_process(RankState(rank, "", "", rank), begun)
     return watch
 
 
@@ -68,30 +68,30 @@ def test_durations_as_text():
 def test_the_start_watch_names_who_is_missing(tmp_path):
     watch = _watch(_spec(tmp_path, join_timeout=5.0), (0, 1, 2), begun=100.0)
     assert watch.next_deadline == 100.0 + MOMENTS[0]
-    watch.take_event({"event": "joining", "rank": 0}, 110.0)
-    watch.take_event({"event": "joining", "rank": 2}, 111.0)
+    watch.on_event({"event": "joining", "rank": 0}, 110.0)
+    watch.on_event({"event": "joining", "rank": 2}, 111.0)
     assert watch.next_deadline == 115.0
     assert watch.look(114.9) is None
     assert watch.look(115.0).missing == (1,)
     for rank in (0, 2):
-        watch.take_event({"event": "joined", "rank": rank}, 116.0)
+        watch.on_event({"event": "joined", "rank": rank}, 116.0)
     assert watch.look(200.0) is None
 
 
 def test_no_timeout_counts_before_the_last_rank_was_forked(tmp_path):
     watch = _watch(_spec(tmp_path, start_timeout=1.0, join_timeout=1.0), (0, 1))
-    watch.take_process(RankState(0, "", "", 0), 10.0)
+    watch.on_process(RankState(0, "", "", 0), 10.0)
     assert (watch.next_deadline, watch.look(1000.0)) == (None, None)
-    watch.take_process(RankState(1, "", "", 1), 1000.0)
+    watch.on_process(RankState(1, "", "", 1), 1000.0)
     assert watch.look(1000.9) is None
     assert watch.look(1001.0).none_came
 
 
 def test_a_rank_that_came_early_waits_from_the_last_fork_on(tmp_path):
     watch = _watch(_spec(tmp_path, join_timeout=5.0), (0, 1))
-    watch.take_process(RankState(0, "", "", 0), 10.0)
-    watch.take_event({"event": "joining", "rank": 0}, 11.0)
-    watch.take_process(RankState(1, "", "", 1), 100.0)
+    watch.on_process(RankState(0, "", "", 0), 10.0)
+    watch.on_event({"event": "joining", "rank": 0}, 11.0)
+    watch.on_process(RankState(1, "", "", 1), 100.0)
     assert watch.next_deadline == 105.0
     assert watch.look(104.0) is None
 
@@ -101,7 +101,7 @@ def test_a_slow_start_is_reported_repeatedly_until_a_rank_joins(tmp_path):
     told = [now for now in range(0, 2000, 10) if watch.look(float(now)) == "slow"]
     assert told == [30, 120, 600, 1800]
     assert watch.waited(600.0) == 600.0
-    watch.take_event({"event": "joining", "rank": 1}, 2000.0)
+    watch.on_event({"event": "joining", "rank": 1}, 2000.0)
     assert watch.next_deadline is None
     assert watch.look(10000.0) is None
 
@@ -116,7 +116,7 @@ def test_a_slow_import_is_called_by_its_name(tmp_path):
     assert notices.look(IMPORT_MOMENTS[0] - 1) is None
     assert notices.look(IMPORT_MOMENTS[0]) == f"still importing torch after {IMPORT_MOMENTS[0]:.0f} s"
     assert notices.next_deadline == IMPORT_MOMENTS[1]
-    notices.take_serving(20.0)
+    notices.on_serving(20.0)
     assert notices.activity == "starting the ranks"
     assert notices.next_deadline == 20.0 + MOMENTS[0]
     notices.end()
@@ -131,16 +131,16 @@ def test_what_is_imported_together_with_torch_is_named_too(tmp_path):
 def test_missing_machines_are_counted(tmp_path):
     notices = Notices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1"), 0.0, serving=False)
     assert notices.activity == "importing torch"
-    notices.take_serving(10.0)
-    due = 10.0 + MACHINES_MOMENTS[0]
+    notices.on_serving(10.0)
+    due = 10.0 + NODES_MOMENTS[0]
     assert notices.look(due - 0.1) is None
-    assert notices.look(due) == "waiting for 3 of 4 machines at a:1 (no answer there yet)"
+    assert notices.look(due) == "waiting for 3 of 4 nodes at a:1 (no answer there yet)"
     host = Notices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1", node_rank=0), 0.0, serving=True)
-    assert host.activity == "waiting for 3 of 4 machines at a:1"
-    notices.take_arrived(1, 20.0)
-    assert notices.activity == "waiting for 3 of 4 machines at a:1"
-    assert notices.next_deadline == 10.0 + MACHINES_MOMENTS[1]
-    notices.take_arrived(3, 21.0)
-    assert notices.look(21.0 + MACHINES_MOMENTS[0]) == "waiting for 1 of 4 machines at a:1"
-    notices.take_gathered(30.0)
+    assert host.activity == "waiting for 3 of 4 nodes at a:1"
+    notices.on_arrived(1, 20.0)
+    assert notices.activity == "waiting for 3 of 4 nodes at a:1"
+    assert notices.next_deadline == 10.0 + NODES_MOMENTS[1]
+    notices.on_arrived(3, 21.0)
+    assert notices.look(21.0 + NODES_MOMENTS[0]) == "waiting for 1 of 4 nodes at a:1"
+    notices.on_gathered(30.0)
     assert notices.activity == "starting the ranks"

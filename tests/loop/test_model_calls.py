@@ -8,11 +8,11 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 from typing import TYPE_CHECKING
 
+import programs
 import pytest
 import torch
 from torch import nn
@@ -403,9 +403,7 @@ PyTorchDDPTrainer(nn.Linear(3, 2), num_workers={ranks}, device="cpu", batch_size
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_plain_script_that_is_preempted_exits_with_75(tmp_path, ranks):
     (tmp_path / "train.py").write_text(SCRIPT.format(ranks=ranks))
-    done = subprocess.run(
-        [sys.executable, "train.py"], capture_output=True, text=True, check=False, env=dict(os.environ)
-    )
+    done = programs.run([sys.executable, "train.py"], capture_output=True, text=True, check=False, env=dict(os.environ))
     assert done.returncode == 75, done.stderr
     assert f"stopped by {signal.SIGUSR1.name} after step" in done.stderr
     assert "Traceback" not in done.stderr

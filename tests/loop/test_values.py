@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 
 import numpy as np
+import programs
 import pytest
 import torch
 from torch import nn
@@ -308,7 +308,7 @@ def test_a_run_is_judged_by_what_is_logged_of_the_validation_data(tmp_path):
 
 def test_a_loop_that_is_not_closed_keeps_what_it_logged(tmp_path):
     script = "from test_values import own_loop\nfrom pathlib import Path\nimport sys\nf = own_loop(Path(sys.argv[1]))\n"
-    subprocess.run([sys.executable, "-c", script, tmp_path / "run"], check=True, cwd=__file__.rpartition("/")[0])
+    programs.run([sys.executable, "-c", script, tmp_path / "run"], check=True, cwd=__file__.rpartition("/")[0])
     steps, values = zip(*logged(tmp_path / "run"), strict=True)
     assert max(steps) == 12
     assert all(value.keys() == {"doubled"} for value in values)

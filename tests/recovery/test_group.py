@@ -444,9 +444,7 @@ def test_spare_ranks_for_which_there_is_no_room_are_reported_once():
     case.join(*case.ranks)
     case.group.fill()
     case.act()
-    assert [report["text"] for report in case.reports] == [
-        "1 of 2 spare ranks are missing: no machine has room for more"
-    ]
+    assert [report["text"] for report in case.reports] == ["1 of 2 spare ranks are missing: no node has room for more"]
 
 
 def test_a_machine_is_left_out_only_where_it_fails_far_more_often_than_the_others():

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from phalanx.diagnosis import Diagnosis
 from phalanx.errors import EXIT_USAGE, CommunicationError
+from phalanx.host.job_secret import VARIABLE
 from phalanx.host.lost_peers import lost_peers
-from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.host.signed_store import sign_store
 from phalanx.host.wire import decode, encode
 from phalanx.launch.context import LauncherContext
 from phalanx.launch.environment import NodeInfo
@@ -324,7 +325,7 @@ def control(tmp_path):
         target=CallTarget("m:f", ""), ranks_per_node=1, log_dir=tmp_path, elastic=Elastic((3, 2, 1)), max_restarts=3
     )
     machines = [["00001", "a", 1, None], ["00002", "b", 1, None], ["00003", "c", 1, None]]
-    node = NodeInfo(1, 3, 1, 3, "127.0.0.1", 1, own="00002", leader="00001", machines=machines)
+    node = NodeInfo(1, 3, 1, 3, "127.0.0.1", 1, own="00002", leader="00001", nodes=machines)
     sent: list[tuple[str, Any]] = []
     rendezvous = SimpleNamespace(has_other_nodes=True, post=lambda to, mail: sent.append((to, decode(mail))))
     console = SimpleNamespace(handle=lambda event: None, notice=lambda text: None)
@@ -346,7 +347,7 @@ def test_a_machine_that_does_not_decide_passes_requests_on(control, monkeypatch)
     control.control.check(time.monotonic())
     assert control.sent == [("00001", ResizeAsked(2))]
     assert not (control.logs / "ranks.request").exists()
-    refused = "no machine has room for 2 ranks."
+    refused = "no node has room for 2 ranks."
     control.control.handlers["mail"]({"sender": "00001", **encode(ResizeAnswer(refused))})
     assert json.loads((control.logs / "ranks.answer").read_text()) == {"refused": refused}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from api_parts import (
@@ -405,7 +405,7 @@ def test_code_of_the_script_may_name_modules_of_other_types(tmp_path):
         "    return torch.backends.cudnn.allow_tf32\n"
         "write_payload(precise, Path(sys.argv[1]))\n"
     )
-    subprocess.run([sys.executable, str(script), str(tmp_path / "payload")], check=True)
+    programs.run([sys.executable, str(script), str(tmp_path / "payload")], check=True)
     precise = pickle.loads((tmp_path / "payload").read_bytes())
     assert precise() is torch.backends.cudnn.allow_tf32
 

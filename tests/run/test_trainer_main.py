@@ -11,6 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import programs
 import pytest
 from command import clean_environment, phalanx, write_script
 from waiting import LIMIT_SECONDS
@@ -51,7 +52,7 @@ print("moved", not torch.equal(net.layer.weight, before), "status", history.stat
 
 
 def python(*words: str, cwd: Path, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return programs.run(
         [sys.executable, *words],
         cwd=cwd,
         env=clean_environment(),
@@ -79,7 +80,7 @@ def test_standard_input_trains_what_it_defines(tmp_path):
 def test_a_prompt_trains_what_was_typed(tmp_path):
     """A real terminal, so that Python is interactive: what is typed has no file that ranks could import."""
     leader, follower = pty.openpty()
-    process = subprocess.Popen(
+    process = programs.Popen(
         [sys.executable, "-q"],
         cwd=tmp_path,
         env=clean_environment(TERM="dumb"),

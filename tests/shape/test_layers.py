@@ -10,7 +10,7 @@ from collections import defaultdict
 from importlib import import_module
 
 import pytest
-from package_tree import PACKAGE, circles, imports, modules, parsed, room
+from package_tree import PACKAGE, circles, imports, modules, named_in_texts, parsed, room
 
 from phalanx.features import FEATURES
 
@@ -58,6 +58,14 @@ BETWEEN_TOOLS = {("bench", "plan")}
 """Tools stand alone, but for the measurements that a plan is calibrated with."""
 KERNELS = {("phalanx.zoo.models.loss", "phalanx.speed.kernels")}
 """A module that is given to others as a whole: `from phalanx.speed import kernels`."""
+NAMES_ABOVE = {
+    "phalanx.config.backends": "the table of engines",
+    "phalanx.config.strategies": "the table of strategies",
+    "phalanx.features": "the table of what the heart asks of the rooms above it",
+    "phalanx.launch.forkserver.preload": "what the fork server imports once for all ranks",
+    "phalanx.tools.verify.faults": "runs `phalanx train` in processes of its own",
+}
+"""The only modules whose texts name modules of higher layers, or of the insides of features."""
 OF_ALL_TOOLS = {"svg", "namespaces", "web"}
 """Modules that several tools use."""
 
@@ -83,11 +91,16 @@ def test_every_package_has_a_layer():
     assert {room(name) for name in modules()} - {""} == set(LAYERS)
 
 
+def dependencies(name: str) -> frozenset[str]:
+    """Modules that a module imports, or names in a text: a name that is imported later is a dependency, too."""
+    return imports(name) if name in NAMES_ABOVE else imports(name) | named_in_texts(name)
+
+
 def test_imports_point_down():
     wrong = []
     for name in filter(room, modules()):
         mine = room(name)
-        for other in {room(other) for other in imports(name)} - {mine, ""}:
+        for other in {room(other) for other in dependencies(name)} - {mine, ""}:
             if not (LAYERS[other] < LAYERS[mine] or (mine, other) in SIDEWAYS):
                 wrong.append(f"{named(name)} (layer {LAYERS[mine]}) imports {other} (layer {LAYERS[other]})")
             if mine in RANK_SIDE and other == "launch":
@@ -101,7 +114,7 @@ def test_a_feature_is_entered_by_its_front_door():
     wrong = [
         f"{named(name)} imports {other}"
         for name in modules()
-        for other in imports(name)
+        for other in dependencies(name)
         if room(name) != room(other) and other.startswith(tuple(inside)) and (name, other) not in KERNELS
     ]
     assert not wrong, wrong
@@ -124,7 +137,7 @@ def test_the_two_sides_of_recovery_load_apart(side, other_side):
 
 
 def test_tools_stand_alone():
-    tools = [(name.split(".")[2], other) for name in modules() if room(name) == "tools" for other in imports(name)]
+    tools = [(name.split(".")[2], other) for name in modules() if room(name) == "tools" for other in dependencies(name)]
     others = {(mine, name.split(".")[2]) for mine, name in tools if name.startswith("phalanx.tools.")}
     assert {(mine, other) for mine, other in others if other not in {mine, *OF_ALL_TOOLS}} == BETWEEN_TOOLS
 
@@ -135,8 +148,14 @@ def test_the_table_of_features_is_true():
         assert not function or hasattr(import_module(module), function), place
 
 
+@pytest.mark.parametrize("name", NAMES_ABOVE)
+def test_a_table_of_names_above_is_needed(name):
+    above = {room(other) for other in named_in_texts(name)}
+    assert any(LAYERS[other] >= LAYERS[room(name)] for other in above - {room(name)}), "it names nothing above itself"
+
+
 def test_no_two_packages_import_each_other():
-    pairs = {(room(name), room(other)) for name in modules() for other in imports(name)}
+    pairs = {(room(name), room(other)) for name in modules() for other in dependencies(name)}
     assert not {(a, b) for a, b in pairs if a < b and a and (b, a) in pairs}
 
 

@@ -242,7 +242,7 @@ class Launcher:
 
         def retry() -> None:
             if store.owner is not self and (not store.owner.alive):
-                self._exit(1, "lost the machine that hosts the rendezvous")
+                self._exit(1, "lost the node that hosts the rendezvous")
             elif store.owner is self or self.cluster.network.connected(self.machine, store.owner.machine):
                 call()
             else:
@@ -293,7 +293,7 @@ class Launcher:
         store = self.store
         assert store is not None
         if not store.owner.alive:
-            self._exit(1, "lost the machine that hosts the rendezvous")
+            self._exit(1, "lost the node that hosts the rendezvous")
             return
         if self.cluster.network.connected(self.machine, store.owner.machine):
             place = room.places.get(self.own)
@@ -355,7 +355,7 @@ class Launcher:
         place.pop("list_at", None)
         machines = self.cluster.machines_of(nodes)
         info = NodeInfo(
-            **{"node_rank": 0, **place, "own": self.own, "machines": machines, "master_addr": "", "master_port": 0},
+            **{"node_rank": 0, **place, "own": self.own, "nodes": machines, "master_addr": "", "master_port": 0},
         )
         self.failures = max(self.failures, 0)
         view = self.cluster.first_view(info, self.failures)

@@ -107,7 +107,7 @@ class ManyNodes(Cluster):
 
     def first_view(self, place: NodeInfo, failures: int) -> GroupView:
         """Return a view whose list of nodes is the same for all."""
-        key = id(place.machines) + place.late
+        key = id(place.nodes) + place.late
         if key not in self._views:
             self._views[key] = super().first_view(place, failures).nodes
         return GroupView(place.leader, self._views[key], term=place.term, failures=failures)

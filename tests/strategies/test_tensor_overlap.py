@@ -144,7 +144,7 @@ def test_it_is_on_between_begin_and_end(gpus):
         (on_gpus(device="cpu"), True, ""),
         (on_gpus(per_gpu=2), True, ""),
         (on_gpus(), False, "the model's plan keeps whole sequences between the layers"),
-        (on_gpus(1, local_size=1), True, "its 2 ranks are not on one machine"),
+        (on_gpus(1, local_size=1), True, "its 2 ranks are not on one node"),
         (on_gpus(3, tp=4), True, "GPU 1 cannot read the memory of GPU 3"),
     ],
 )

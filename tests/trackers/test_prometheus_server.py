@@ -10,6 +10,7 @@ import time
 import urllib.parse
 import urllib.request
 
+import programs
 import pytest
 from command import COMMAND, clean_environment
 from waiting import LIMIT_SECONDS
@@ -42,10 +43,10 @@ def test_prometheus_scrapes_a_run_and_top_shows_it(tmp_path):
     (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     words = [*COMMAND, "train", "digits", "--num-workers", "2", "--device", "cpu", "--epochs", "10000",
              "--metrics-port", str(metrics), "--run-dir", "runs/seen", "--no-progress"]  # fmt: skip
-    run = subprocess.Popen(
+    run = programs.Popen(
         words, cwd=tmp_path, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
-    server = subprocess.Popen(
+    server = programs.Popen(
         [*SERVER, f"--web.listen-address=127.0.0.1:{own}"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     try:
@@ -58,7 +59,7 @@ def test_prometheus_scrapes_a_run_and_top_shows_it(tmp_path):
         assert all(int(step) > 0 for step in steps.values())
         assert query(own, "phalanx_running") == {"": "1"}
         assert all(float(cores) > 0 for cores in query(own, "phalanx_rank_cpu_cores").values())
-        shown = subprocess.run([*COMMAND, "top", "--json"], cwd=tmp_path, env=clean_environment(), capture_output=True,
+        shown = programs.run([*COMMAND, "top", "--json"], cwd=tmp_path, env=clean_environment(), capture_output=True,
                                text=True, timeout=240, check=True)  # fmt: skip
         document = json.loads(shown.stdout)
         assert (document["run"], document["status"]) == ("seen", "running")

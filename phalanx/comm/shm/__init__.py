@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of one machine, where all share a host and /dev/shm has room."""
+"""Shared memory between the ranks of one node, where all share a host and /dev/shm has room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SharedExchange", "SharedGroup", "on_one_machine", "share_gradients",
 
 
 class SharedExchange(Exchange):
-    """An `Exchange` of the ranks of one machine; tensors from `empty` are reduced in place."""
+    """An `Exchange` of the ranks of one node; tensors from `empty` are reduced in place."""
 
     def __init__(self, group: SharedGroup) -> None:
         self._group = group
@@ -58,7 +58,7 @@ def on_one_machine(gather_text: AllGatherText, rank: int) -> bool:
 def share_memory(
     gather_text: AllGatherText, rank: int, size: int, *, timeout: float, room: int = 0
 ) -> SharedGroup | None:
-    """Return the shared memory of ranks on one machine, else None; all ranks call this.
+    """Return the shared memory of ranks on one node, else None; all ranks call this.
 
     `room`: bytes that the caller will need for tensors. Where /dev/shm is too small, rank 0 warns.
     """

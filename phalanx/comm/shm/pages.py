@@ -1,4 +1,4 @@
-"""Memory that all ranks of one machine map: an unnamed file in /dev/shm, and tensors in it.
+"""Memory that all ranks of one node map: an unnamed file in /dev/shm, and tensors in it.
 
 Rank 0 creates the file without a name and the others open it through /proc, so nothing remains in /dev/shm after a
 failure. All pages are allocated at once: a full /dev/shm is an error at the start instead of a SIGBUS later. Before
@@ -60,7 +60,7 @@ def group_text_gatherer(group: dist.ProcessGroup | None) -> AllGatherText:
 def machine_id() -> str:
     """Return what is equal on ranks that may share memory: host name, boot id, and the pid and network namespaces.
 
-    Ranks in different containers cannot open each other's memory. Tests use network namespaces as machines.
+    Ranks in different containers cannot open each other's memory. Tests use network namespaces as nodes.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts = [socket.gethostname(), boot.read_text().strip() if boot.exists() else "?"]
@@ -74,7 +74,7 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 
 
 class SharedPages:
-    """`nbytes` of memory that all ranks of a group on one machine share."""
+    """`nbytes` of memory that all ranks of a group on one node share."""
 
     def __init__(self, gather_text: AllGatherText, rank: int, size: int, nbytes: int, *, later: int = 0) -> None:
         """Create or open the memory; all ranks call this, and all succeed or all raise.

@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one machine, in shared memory.
+"""Collectives of the ranks of one node, in shared memory.
 
 A tensor in shared pages (`SharedGroup.empty`) is reduced in place: rank r adds up part r of all ranks' tensors and
 writes the sum back to each. Any other tensor goes through a small staging area in rounds: each rank writes what the
@@ -40,7 +40,7 @@ BLOCK = 1 << 20
 
 
 class SharedGroup:
-    """The ranks of one machine. Every call is made by all of them, in the same order, by one thread."""
+    """The ranks of one node. Every call is made by all of them, in the same order, by one thread."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class SharedGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None, *, timeout: float = 600.0) -> SharedGroup:
-        """Return the shared memory of a process group whose ranks are on one machine; all of them call this."""
+        """Return the shared memory of a process group whose ranks are on one node; all of them call this."""
         return cls(group_text_gatherer(group), dist.get_rank(group), dist.get_world_size(group), timeout=timeout)
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

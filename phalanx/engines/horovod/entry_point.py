@@ -1,6 +1,6 @@
 """The entry point of a rank that horovodrun started: report to the launcher, run the target, report the end.
 
-The launcher's socket exists only on its own machine; on others the launcher gets only the rank's output, through
+The launcher's socket exists only on its own node; on others the launcher gets only the rank's output, through
 horovodrun. mpirun would let the ranks continue after the launcher's end, so ranks with a connection to it end
 themselves when it closes, and mpirun then ends those of other nodes.
 """

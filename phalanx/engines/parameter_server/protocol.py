@@ -29,7 +29,7 @@ _MAX_META = 16 << 20
 _JOINED_BYTES = 64 << 10
 """Up to this size one copy is cheaper than several system calls."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 15_000}
-"""A machine without power sends no end of file: its connection fails after about ten seconds."""
+"""A node without power sends no end of file: its connection fails after about ten seconds."""
 
 
 class FrameKind(IntEnum):

@@ -144,6 +144,6 @@ def _draw_token(world: World) -> str:
 
 
 def owner(number: int, world_size: int, per_node: int) -> int:
-    """Return the rank that starts a shard: round robin over machines, and over the ranks of each machine."""
+    """Return the rank that starts a shard: round robin over nodes, and over the ranks of each node."""
     nodes = max(1, world_size // per_node)
     return number % nodes * per_node + number // nodes % per_node

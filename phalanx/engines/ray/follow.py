@@ -110,7 +110,7 @@ class RayFollower(LauncherLoop):
             if not self._ended:
                 break
         if not self._ended:
-            self._take_signals()
+            self._on_signals()
 
     def _without_ray(self, error: str) -> FailureReport:
         if "No module named 'phalanx'" in error:

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import tensorflow as tf
+
 from phalanx.config import DistributedConfig
 from phalanx.errors import CheckpointError, UsageError
 
@@ -69,8 +71,6 @@ def first_epoch(directory: Path | None) -> int:
         return 0
     if (directory / _METADATA).is_file():
         return int(json.loads((directory / _METADATA).read_text(encoding="utf-8"))["epoch"])
-    import tensorflow as tf
-
     saved = tf.train.latest_checkpoint(str(directory / "chief"))
     epoch = tf.train.load_variable(saved, "ckpt_saved_epoch/.ATTRIBUTES/VARIABLE_VALUE")
     return int(epoch) + 1
@@ -90,8 +90,6 @@ class OwnBackup:
     """What BackupAndRestore does, for the own loop: weights, optimizer and epoch in TensorFlow's checkpoints."""
 
     def __init__(self, model: Any, directory: Path, *, leads: bool) -> None:
-        import tensorflow as tf
-
         self._epoch = tf.Variable(-1, dtype=tf.int64, trainable=False)
         checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer, ckpt_saved_epoch=self._epoch)
         shared = directory / "chief"

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import tensorflow as tf
 import torch.distributed as dist
 
 from phalanx.config import DistributedConfig
@@ -26,9 +27,6 @@ from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
 from phalanx.observe.step_clock import StepClock
 from phalanx.world.env import read_rank_env, stop_signals
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 class KerasReport:
@@ -189,8 +187,6 @@ def epoch_loss(model: Any) -> float:
 
 def rate_of(model: Any) -> float:
     """Return the current learning rate."""
-    import tensorflow as tf
-
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     rate = optimizer.learning_rate
     if callable(rate) and not hasattr(rate, "assign"):  # Keras 2 shows a schedule itself

@@ -9,38 +9,36 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.engines.tensorflow.callbacks import KerasReport, epoch_loss, rate_of
-from phalanx.engines.tensorflow.data import Feed
+from phalanx.engines.tensorflow.feeds import Feed
 from phalanx.engines.tensorflow.tf_config import read_task
 from phalanx.errors import UsageError
 
 
 def make_strategy(config: DistributedConfig) -> Any:
     """Return the tf.distribute strategy that the config asks for; it must be made before anything else runs."""
-    import tensorflow as tf
-
     if config.device == "cpu":
-        _hide_gpus(tf)
+        _hide_gpus()
     task = read_task()
     if task is None:
-        return tf.distribute.MirroredStrategy(_devices(tf, config))
+        return tf.distribute.MirroredStrategy(_devices(config))
     return _strategy_of_cluster(task.to_json())
 
 
 @functools.cache
 def _strategy_of_cluster(task: str) -> Any:
     """Return the strategy of this process's task. Cached: a second one would reset connections in use."""
-    import tensorflow as tf
-
     if "ps" not in json.loads(task)["cluster"]:
         return tf.distribute.MultiWorkerMirroredStrategy()
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     return tf.distribute.ParameterServerStrategy(resolver)
 
 
-def _hide_gpus(tf: Any) -> None:
+def _hide_gpus() -> None:
     try:
         tf.config.set_visible_devices([], "GPU")
     except RuntimeError as error:  # TensorFlow has looked at its devices already
@@ -51,7 +49,7 @@ def _hide_gpus(tf: Any) -> None:
             ) from error
 
 
-def _devices(tf: Any, config: DistributedConfig) -> list[str]:
+def _devices(config: DistributedConfig) -> list[str]:
     """Return one device per replica: GPUs, or logical CPUs."""
     gpus = tf.config.list_logical_devices("GPU") if tf.config.list_physical_devices("GPU") else []
     replicas = config.total_ranks
@@ -62,10 +60,10 @@ def _devices(tf: Any, config: DistributedConfig) -> list[str]:
                 hint=f"Ask for at most {len(gpus)}, or run on the CPU with device='cpu'.",
             )
         return [f"GPU:{number}" for number in range(replicas or len(gpus))]
-    return _logical_cpus(tf, replicas or 1)
+    return _logical_cpus(replicas or 1)
 
 
-def _logical_cpus(tf: Any, count: int) -> list[str]:
+def _logical_cpus(count: int) -> list[str]:
     cpu = tf.config.list_physical_devices("CPU")[0]
     if count > 1:
         with contextlib.suppress(RuntimeError):  # an earlier run may have made them already
@@ -89,8 +87,6 @@ def set_precision(config: DistributedConfig, keras: Any, device: str) -> None:
 
 def device_kind(config: DistributedConfig) -> str:
     """Return "cuda" or "cpu": the device of this process."""
-    import tensorflow as tf
-
     if config.device == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "-1":
         return "cpu"
     return "cuda" if tf.config.list_physical_devices("GPU") else "cpu"
@@ -151,14 +147,10 @@ class OwnLoop:
 
     @property
     def _uses_servers(self) -> bool:
-        import tensorflow as tf
-
         return isinstance(self.strategy, tf.distribute.ParameterServerStrategy)
 
     def _make_step(self) -> Callable[[], None]:
         """Return a function that takes one step; with servers any free worker takes it, and `_join` waits for all."""
-        import tensorflow as tf
-
         strategy, model = self.strategy, self.model
 
         @tf.function  # type: ignore[untyped-decorator]
@@ -184,8 +176,6 @@ class OwnLoop:
     def _evaluate(self) -> dict[str, float]:
         if self.val is None:
             return {}
-        import tensorflow as tf
-
         model, strategy = self.model, self.strategy
         model.reset_metrics()
         self.report.begin_evaluation()
@@ -205,7 +195,6 @@ class OwnLoop:
 
 def _test_rows(model: Any, batch: Any) -> None:
     """Evaluate a replica's rows; in the last batch some replicas may have none, and their mean would be NaN."""
-    import tensorflow as tf
 
     def evaluate() -> Any:
         model.test_step(batch)

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tensorflow as tf
+
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.engines.tensorflow import backup, callbacks
 from phalanx.engines.tensorflow.callbacks import KerasReport
 from phalanx.engines.tensorflow.cluster import open_store
-from phalanx.engines.tensorflow.data import Feed, served_feed, training_feed, validation_feed
+from phalanx.engines.tensorflow.feeds import Feed, served_feed, training_feed, validation_feed
 from phalanx.engines.tensorflow.loop import OwnLoop, device_kind, make_strategy, set_precision
 from phalanx.engines.tensorflow.task import KerasResult, KerasTask
 from phalanx.engines.tensorflow.tf_config import read_task
@@ -89,8 +91,6 @@ class Fitting:
 
 def choose(model: Any, strategy: Any) -> Fitting:
     """Return the way of training that works for this model under this strategy."""
-    import tensorflow as tf
-
     keras = keras_of(model)
     name = "Keras 2 (tf_keras)" if keras.__name__ == "tf_keras" else "Keras 3"
     own_loop, note = True, f"a {name} model by its own fit"
@@ -173,8 +173,6 @@ def _prepare_keras(config: DistributedConfig, device: str) -> int:
 
 def _loaded_keras() -> list[Any]:
     """Return the Keras packages in use: `tf.keras`, and Keras 3 where that is another one and was imported."""
-    import tensorflow as tf
-
     keras = sys.modules.get("keras")
     is_older = tf.keras.Model.__module__.startswith("tf_keras")
     return [tf.keras, keras] if is_older and keras is not None else [tf.keras]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import check_folder
 from phalanx.engines.tensorflow.cluster import quiet_environment
-from phalanx.engines.tensorflow.data import check_data, validation_feed
+from phalanx.engines.tensorflow.data import check_data
 from phalanx.engines.tensorflow.job import KerasJob
 from phalanx.engines.tensorflow.task import KerasResult, KerasTask
 from phalanx.engines.tensorflow.tf_config import check_against, read_task, watch_peers
@@ -116,7 +116,7 @@ class TensorFlowDistributedTrainer:
     def _run(self, task: KerasTask, config: DistributedConfig, settings: Collection[str]) -> KerasResult:
         """Run here in a process of a cluster and where one process is enough; else start the processes."""
         env = read_rank_env()
-        if env is None or env.local_rank == 0:  # once per machine
+        if env is None or env.local_rank == 0:  # once per node
             check_before_start(config)
         member = read_task()
         result: KerasResult
@@ -151,7 +151,10 @@ class TensorFlowDistributedTrainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the loss and metrics over `data`, in this process."""
         check_data(data, "data")
-        metrics = self.model.evaluate(validation_feed(data, batch=self.config.batch_size), return_dict=True, verbose=0)
+        model = self.model  # TensorFlow reads its variables when it is imported, which is in here
+        from phalanx.engines.tensorflow.feeds import validation_feed
+
+        metrics = model.evaluate(validation_feed(data, batch=self.config.batch_size), return_dict=True, verbose=0)
         return {name: float(value) for name, value in metrics.items()}
 
     def predict(self, inputs: Any) -> Any:

@@ -32,7 +32,8 @@ _MODULES = (
     "cloudpickle",
     "phalanx.comm",
     "phalanx.launch.rank",
-    "phalanx.diagnosis.calls",
+    "phalanx.diagnosis.answer",
+    "phalanx.diagnosis.overdue",
     "phalanx.diagnosis.point_to_point",
 )
 PRELOAD = "PHALANX_PRELOAD"

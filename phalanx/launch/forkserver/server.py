@@ -59,22 +59,22 @@ class ForkServer:
         with contextlib.suppress(OSError):  # a kernel without pidfd: the end of the control socket is enough
             self._pidfd = os.pidfd_open(os.getppid())
             self._poll.register(self._pidfd, selectors.EVENT_READ, lambda _: self._end())
-        self._poll.register(self._control, selectors.EVENT_READ, self._take_session)
+        self._poll.register(self._control, selectors.EVENT_READ, self._on_session)
         while True:
             for key, _ in self._poll.select():
                 job = key.data(key.fileobj)
                 if job is not None:
                     return job  # type: ignore[no-any-return]
 
-    def _take_session(self, _: socket.socket) -> None:
+    def _on_session(self, _: socket.socket) -> None:
         received = messages.receive(self._control)
         if received is None:
             self._end()
         session = socket.socket(fileno=received[1][0])
         self._open.add(session)
-        self._poll.register(session, selectors.EVENT_READ, self._take_request)
+        self._poll.register(session, selectors.EVENT_READ, self._on_request)
 
-    def _take_request(self, session: socket.socket) -> Job | None:
+    def _on_request(self, session: socket.socket) -> Job | None:
         received = messages.receive(session)
         if received is None:
             self._drop(session)
@@ -134,7 +134,7 @@ class ForkServer:
             if descriptor >= 0:
                 os.close(descriptor)
         if request["do"] == "agent":
-            from phalanx.launch.rendezvous import serve
+            from phalanx.launch.store_agent import serve
 
             return lambda: serve(request, descriptors)
         from phalanx.launch.rank import run

@@ -217,7 +217,7 @@ class ElasticControl:
         address: tuple[str, int] | None = None,
     ) -> None:
         """Follow another launcher after the node that decided was lost; with an `address` take over."""
-        self._context.console.notice(f"the machine {lost}, which decided about the ranks, was lost")
+        self._context.console.notice(f"the node {lost}, which decided about the ranks, was lost")
         at = (address[0], address[1]) if address is not None else None
         self._handle(LeaderLost(leader, at, term, tuple(ended), tuple(gone), tuple(new)))
 
@@ -229,16 +229,19 @@ class ElasticControl:
 
     def _find_silent(self) -> list[RankState]:
         """Return ranks to be killed: those stopped for too long, and late ones that make no progress either."""
-        now, limit, found = time.monotonic(), self._elastic.silence_seconds, []
+        now, limit, stopped = time.monotonic(), self._elastic.silence_seconds, []
         for state in self._context.group.alive:
             if state.pid is None or not is_stopped(state.pid):
                 state.stopped_since = None
             elif state.stopped_since is None:
                 state.stopped_since = now
             elif now - state.stopped_since >= limit:
-                found.append(state)
+                stopped.append(state)
         late = self.node.late_here
-        return [*found, *(state for state in self._context.group.alive if state.key in late and self._is_stuck(state))]
+        return [
+            *stopped,
+            *(state for state in self._context.group.alive if state.key in late and self._is_stuck(state)),
+        ]
 
     def _is_stuck(self, state: RankState) -> bool:
         """Whether a rank of this node, which does not leave or join, makes no progress either."""
@@ -286,9 +289,9 @@ class ElasticControl:
         self._context.rendezvous.post(action.to, encode(action.message))
 
     def _accept(self, action: Accept) -> None:
-        own, view = self._context.node, self.node.view
-        common = {"master_addr": own.master_addr, "master_port": own.master_port, "term": view.term}
-        common["machines"] = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
+        here, view = self._context.node, self.node.view
+        common = {"master_addr": here.master_addr, "master_port": here.master_port, "term": view.term}
+        common["nodes"] = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
         self._context.rendezvous.post(tuple(action.places), {"accept": common, "places": action.places})
 
     def _change_nodes(self, action: NodesChanged) -> None:
@@ -313,7 +316,7 @@ def first_view(place: NodeInfo, failures: int) -> GroupView:
     """Return the view of the group when a node begins; one that comes late gets the whole view from the leader."""
     nodes = {
         name: NodeView(host, slots, tuple(standby) if standby else None, ranks=0 if place.late else slots)
-        for name, host, slots, standby in place.machines
+        for name, host, slots, standby in place.nodes
     }
     alone = {place.own: NodeView("", _ANY_NUMBER, ranks=place.world_size)}
     return GroupView(place.leader, nodes or alone, term=place.term, failures=failures)

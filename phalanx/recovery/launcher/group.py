@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from phalanx.errors import EXIT_USAGE
 from phalanx.host.wire import Wire
+from phalanx.launch.membership import ALL
 from phalanx.launch.spec import Elastic
 from phalanx.observe.events import Message, RankLost
 from phalanx.recovery.launcher.policy import (
@@ -41,7 +42,6 @@ from phalanx.recovery.launcher.policy import (
     pause,
 )
 from phalanx.recovery.launcher.protocol import (
-    ALL,
     Accept,
     Action,
     ArrivalsDue,
@@ -90,7 +90,7 @@ TRANSITIONS: Mapping[tuple[State, Cause], State] = {
 }
 """What else may happen in a state changes no state. A loss while the group starts is not survived."""
 _NAMED = 16
-"""How many ranks or machines a message names."""
+"""How many ranks or nodes a message names."""
 _ARRIVAL_SECONDS = 0.2
 """How long the leader waits for more nodes before it takes in one that has come late."""
 _TRIES = 3
@@ -302,16 +302,16 @@ class ElasticGroup:
         nodes = self._view.nodes
         self._losses[rank.node].append(self.now)
         recent = {name: sum(self.now - at < RECENT_SECONDS for at in self._losses[name]) for name in nodes}
-        own = recent.pop(rank.node, 0)
+        losses = recent.pop(rank.node, 0)
         if rank.node in nodes:
-            self._change_view({rank.node: replace(nodes[rank.node], losses=own)})
-        if rank.node not in (self._own, "") and rank.node in nodes and fails_too_often(own, list(recent.values())):
+            self._change_view({rank.node: replace(nodes[rank.node], losses=losses)})
+        if rank.node not in (self._own, "") and rank.node in nodes and fails_too_often(losses, list(recent.values())):
             host = nodes[rank.node].host
-            self._send(rank.node, LeftOut(f"{own} ranks of {host} have failed, far more than elsewhere"))
+            self._send(rank.node, LeftOut(f"{losses} ranks of {host} have failed, far more than elsewhere"))
             self._change_view(self._view.without([rank.node]))
             self.starting.pop(rank.node, None)
             lost = [member for member in self.members if member.node == rank.node]
-            how = f"{how}; its machine {host} has failed {own} times and is left out"
+            how = f"{how}; its node {host} has failed {losses} times and is left out"
             survived = self.lose(lost, how, replaceable=False)
         else:
             survived = self.lose([rank], how)
@@ -332,10 +332,14 @@ class ElasticGroup:
         waiting = [rank for rank in self.spares if rank.node in hosts]
         lost = [rank for rank in self.members if rank.node in hosts]
         names = _some(sorted(set(hosts.values())))
-        how = f"was lost with its machine {names}" if len(hosts) == 1 else f"was lost with one of {names}"
+        how = f"was lost with its node {names}" if len(hosts) == 1 else f"was lost with one of {names}"
         if (lost or waiting) and not self.lose([*waiting, *lost], how, replaceable=False):
             ranks = f"rank{'s' * (len(lost) > 1)} {_some([str(rank.rank) for rank in lost])}"
-            self._give_up(f"{'the machine' if len(hosts) == 1 else 'machines'} {names} was lost with {ranks}")
+            self._give_up(
+                f"the node {names} was lost with {ranks}"
+                if len(hosts) == 1
+                else f"the nodes {names} were lost with {ranks}"
+            )
 
     def on_agreed(self, version: int) -> None:
         """Note that enough nodes know a version of the view."""
@@ -391,15 +395,15 @@ class ElasticGroup:
         return True
 
     def _facts(self, lost: list[Rank], replaceable: bool) -> Facts:
-        gone = {rank.key for rank in lost}
-        others = [rank for rank in self.members if rank.key not in gone]
+        keys = {rank.key for rank in lost}
+        remaining = [rank for rank in self.members if rank.key not in keys]
         return Facts(
             lost=[rank.code or 0 for rank in lost],
-            present=sum(rank.key in self._holders and rank.alive for rank in others),
+            present=sum(rank.key in self._holders and rank.alive for rank in remaining),
             spares=len(self.spares),
             size=self.size,
             sizes=self.sizes.allowed,
-            ended=sum(not rank.alive for rank in others),
+            ended=sum(not rank.alive for rank in remaining),
             failures=self._count(),
             max_restarts=self._max_restarts,
             without_progress=self._without_step,
@@ -408,10 +412,10 @@ class ElasticGroup:
         )
 
     def _execute(self, decision: Decision, lost: list[Rank], how: str) -> None:
-        gone = {rank.key for rank in lost}
-        self.members = [rank for rank in self.members if rank.key not in gone]
+        keys = {rank.key for rank in lost}
+        self.members = [rank for rank in self.members if rank.key not in keys]
         for awaited in (self._keys, self._finished, self._unjoined, self._unready, self._unaborted):
-            awaited -= gone
+            awaited -= keys
         for rank in lost:
             self.actions.append(Tell(RankLost(rank.rank, how, decision.kind, decision.size, decision.why).to_dict()))
         self.size = decision.size
@@ -435,7 +439,7 @@ class ElasticGroup:
             self._start(missing)
             if self.present >= self.size and (short := wanted - self.present) > 0 and not self._said_short:
                 self._said_short = True
-                self._say(f"{short} of {self._elastic.spares} spare ranks are missing: no machine has room for more")
+                self._say(f"{short} of {self._elastic.spares} spare ranks are missing: no node has room for more")
         if self.present < self.size:
             self._do_with_less()
         self._form_if_ready()
@@ -476,7 +480,7 @@ class ElasticGroup:
             return None
         self._failed_starts = 0
         self.fill()  # new ranks get ready while the others train
-        return None if self.size == size else f"no machine has room for {size} ranks."
+        return None if self.size == size else f"no node has room for {size} ranks."
 
     def on_arrival(self, name: str, node: NodeView) -> None:
         """Note a node that has come late; those that come within a moment are taken in together."""
@@ -508,7 +512,7 @@ class ElasticGroup:
         self._send(ALL, change)
         self.starting.update({name: node.slots for name, node in came.items()})
         hosts = _some([node.host for node in came.values()])
-        self._grow(f"the machine{'s' * (len(came) > 1)} {hosts} arrived")
+        self._grow(f"the node{'s' * (len(came) > 1)} {hosts} arrived")
 
     def _grow(self, why: str) -> None:
         """Let ranks that are there, or get ready, take part as far as the run can use them."""
@@ -615,13 +619,13 @@ class ElasticGroup:
         """Let ranks without a place wait, as far as the run may use them; the others end, and free their memory."""
         self._holders &= self._keys
         keys = {rank.key for rank in chosen}
-        rest = [rank for rank in self.spares + self.members if rank.key not in keys]
+        waiting = [rank for rank in self.spares + self.members if rank.key not in keys]
         kept = max(self._elastic.spares, self.sizes.most - self.size)
-        self.spares = rest[:kept]
-        for rank in rest[:kept]:
+        self.spares = waiting[:kept]
+        for rank in waiting[:kept]:
             rank.dismissed = False
             self._order(rank, Wait())
-        for rank in rest[kept:]:
+        for rank in waiting[kept:]:
             rank.dismissed = True
             self._order(rank, End())
 

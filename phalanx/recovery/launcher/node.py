@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from phalanx.host.wire import Wire
-from phalanx.launch.membership import election_seconds, may_continue
+from phalanx.launch.membership import ALL, election_seconds, may_continue
 from phalanx.launch.spec import Elastic
 from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.protocol import (
-    ALL,
     Action,
     Agreed,
     AllHereEnded,
@@ -158,8 +157,8 @@ class Node:
         keys = {rank.rank: rank for rank in self.here.values()}
         for name, ranks in self.view.ranks_by_node().items():
             for local_rank, rank in enumerate(ranks):
-                own = keys[rank] if name == self.own else None
-                members.append(own or Rank(f"r{rank}", name, rank, rank, local_rank))
+                here = keys[rank] if name == self.own else None
+                members.append(here or Rank(f"r{rank}", name, rank, rank, local_rank))
         return self._group(members)
 
     def _group(self, members: Iterable[Rank]) -> ElasticGroup:
@@ -192,14 +191,14 @@ class Node:
                 else:
                     self._note(action)
                     self._actions.append(action)
-        positions = (order for found in orders.values() for _, order in found if isinstance(order, Position))
+        positions = (order for of_node in orders.values() for _, order in of_node if isinstance(order, Position))
         if (position := next(positions, None)) is not None:
             self._send(ALL, Formation(position))
-        for node, found in orders.items():
+        for node, of_node in orders.items():
             if node == self.own:
-                self._on_orders(node, Orders(tuple(found)))
+                self._on_orders(node, Orders(tuple(of_node)))
             elif node in self.view.nodes:
-                self._send(node, Orders(tuple((key, _place(order)) for key, order in found)))
+                self._send(node, Orders(tuple((key, _place(order)) for key, order in of_node)))
 
     def _note(self, action: Action) -> None:
         if isinstance(action, Retire):
@@ -435,7 +434,7 @@ class Node:
         self._late.add(message.key)
 
     def _on_left_out(self, sender: str, message: LeftOut) -> None:
-        self._actions.append(GiveUp(f"this machine is left out of the run: {message.why}", alone=True))
+        self._actions.append(GiveUp(f"this node is left out of the run: {message.why}", alone=True))
 
     def _on_resize_answer(self, sender: str, message: ResizeAnswer) -> None:
         self._actions.append(AnswerRequest(message.refused))
@@ -515,7 +514,7 @@ class Node:
             takeover.missing.discard(sender)
             self._lead_if_complete()
         elif self.group is not None:
-            self._send(sender, LeftOut("it reported too late after the machine that decided was lost"))
+            self._send(sender, LeftOut("it reported too late after the node that decided was lost"))
         else:
             self._early[sender] = message
 
@@ -537,7 +536,7 @@ class Node:
         self._takeover = None
         hosts = sorted({node.host for name, node in self.view.nodes.items() if name not in here | takeover.ended})
         lost = f"lost contact with {', '.join(hosts)}, which may continue the run"
-        self._actions.append(GiveUp(f"{lost}; this machine stops to avoid a split.", alone=True))
+        self._actions.append(GiveUp(f"{lost}; this node stops to avoid a split.", alone=True))
 
     def _catch_up(self, takeover: _Takeover) -> bool:
         """Apply the last changes of the view that others have seen; return False if too many are missing."""

@@ -19,7 +19,7 @@ _LEAST_PATIENCE = 30.0
 """Seconds, also where heartbeats are expected more often."""
 _MANY_FAILURES = 4
 RECENT_SECONDS = 3600.0
-"""How long a failure of a machine's ranks counts where machines are compared."""
+"""How long a failure of a node's ranks counts where nodes are compared."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sizes:
         """Return why a number is not possible, if so."""
         if size in self.allowed:
             return None
-        allowed = ", ".join(str(each) for each in sorted(self.allowed))
+        allowed = ", ".join(str(number) for number in sorted(self.allowed))
         return f"{size} ranks are not possible here. Possible: {allowed}. {self._fixed}".strip()
 
 
@@ -94,7 +94,7 @@ class Facts:
     missing: int = 1
     """Ranks that were lost."""
     replaceable: bool = True
-    """Whether new ranks can be started where they were lost; not where a machine was lost."""
+    """Whether new ranks can be started where they were lost; not where a node was lost."""
 
 
 def decide(facts: Facts) -> Decision:
@@ -123,13 +123,13 @@ def patience(silence_seconds: float) -> float:
     return max(_LEAST_PATIENCE, _PATIENCE * silence_seconds)
 
 
-def fails_too_often(own: int, others: Sequence[int]) -> bool:
-    """Whether a machine is left out of the run, by the recent failures of its ranks and of each other machine's.
+def fails_too_often(failures: int, failures_elsewhere: Sequence[int]) -> bool:
+    """Whether a node is left out of the run, by the recent failures of its ranks and of each other node's.
 
-    Where all machines lose ranks, the cause is not one of them.
+    Where all nodes lose ranks, the cause is not one of them.
     """
-    usual = sum(others) / len(others) if others else float("inf")
-    return own >= _MANY_FAILURES * (1 + 2 * usual)
+    usual = sum(failures_elsewhere) / len(failures_elsewhere) if failures_elsewhere else float("inf")
+    return failures >= _MANY_FAILURES * (1 + 2 * usual)
 
 
 def pause(without_progress: int) -> float:

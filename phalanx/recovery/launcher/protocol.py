@@ -13,9 +13,6 @@ from typing import Any
 from phalanx.host.wire import Wire
 from phalanx.recovery.messages import NodeView
 
-ALL = "all"
-"""Every launcher, the sender included (as in `phalanx.launch.mailbox`)."""
-
 
 @dataclass(eq=False)
 class Rank:

@@ -69,11 +69,11 @@ class GroupView:
 
     def ranks_by_node(self) -> dict[str, range]:
         """Return which ranks of the present group each node runs: in the order of the start, then in that of names."""
-        found, first = {}, 0
+        ranks, first = {}, 0
         for name in sorted(self.nodes) if self.generation else self.nodes:
-            found[name] = range(first, first + self.nodes[name].ranks)
+            ranks[name] = range(first, first + self.nodes[name].ranks)
             first += self.nodes[name].ranks
-        return found
+        return ranks
 
     def with_ranks(self, counts: Mapping[str, int]) -> dict[str, NodeView | None]:
         """Return the nodes whose number of ranks differs from `counts`, with the new number."""

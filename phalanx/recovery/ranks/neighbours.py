@@ -1,6 +1,6 @@
 """The state of sharded runs in the host memory of two ranks, from which replaced ranks get their shards without a disk.
 
-Every few steps each rank keeps a copy of its shards, and sends one to another rank, on another machine if there is one.
+Every few steps each rank keeps a copy of its shards, and sends one to another rank, on another node if there is one.
 """
 
 from __future__ import annotations

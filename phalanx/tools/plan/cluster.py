@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: GPUs, links, clusters, prices; and the time of a collective on them."""
+"""The nodes that a plan is made for: GPUs, links, clusters, prices; and the time of a collective on them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Gpu:
     launch_us: float = 10.0
     """Host time per kernel that a step cannot hide when kernels are short."""
     intra_node: str = "pcie4"
-    """The link between GPUs of one machine, where a cluster does not say another."""
+    """The link between GPUs of one node, where a cluster does not say another."""
     inter_node: str = "infiniband-hdr"
-    """The link between machines with this GPU, where a cluster does not say another."""
+    """The link between nodes with this GPU, where a cluster does not say another."""
     reserve_gib: float = 1.5
     """CUDA context, nccl and fragmentation."""
     source: str = ""
@@ -59,52 +59,52 @@ class Link:
     reach: float = 0.9
     """Share of the line rate that large messages reach."""
     per_machine: bool = False
-    """Whether all GPUs of a machine share one adapter of this kind."""
+    """Whether all GPUs of a node share one adapter of this kind."""
     source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """GPUs in machines, and the links between them."""
+    """GPUs in nodes, and the links between them."""
 
     gpu: str | Gpu
     gpus: int
     gpus_per_node: int = 8
     intra_node: str | Link | None = None
-    """Link within a machine (None: that of the GPU)."""
+    """Link within a node (None: that of the GPU)."""
     inter_node: str | Link | None = None
-    """Link between machines (None: InfiniBand at inter_node_gbps, or the preset's)."""
+    """Link between nodes (None: InfiniBand at inter_node_gbps, or the preset's)."""
     inter_node_gbps: float | None = None
-    """Gbit/s per machine and direction between machines (1600: eight 200 Gbit/s adapters)."""
+    """Gbit/s per node and direction between nodes (1600: eight 200 Gbit/s adapters)."""
     topology: str = "rail"
-    """rail (each GPU's adapter on its own switch), or tree (oversubscribed above the machine)."""
+    """rail (each GPU's adapter on its own switch), or tree (oversubscribed above the node)."""
     oversubscription: float = 1.0
     host_memory_gib: float = 1024.0
-    """Memory of each machine, for offload."""
+    """Memory of each node, for offload."""
     price_per_gpu_hour: float | None = None
     instance: str | None = None
     name: str = ""
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """Nodes."""
         return -(-self.gpus // self.gpus_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A machine that a provider rents out, with its price."""
+    """A node that a provider rents out, with its price."""
 
     name: str
     gpu: str
     gpus: int
     network_gbps: float
-    """Gbit/s per machine and direction."""
+    """Gbit/s per node and direction."""
     inter_node: str
     host_memory_gib: float = 1024.0
     topology: str = "rail"
     price: float | None = None
-    """Per hour and machine, on demand."""
+    """Per hour and node, on demand."""
     date: str = ""
     """When that was the price."""
     source: str = ""
@@ -116,19 +116,19 @@ VOLUME = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_a
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: how many, and how many of them share a machine."""
+    """Ranks that communicate: how many, and how many of them share a node."""
 
     size: int
     per_node: int
 
     @property
     def nodes(self) -> int:
-        """Machines over which the group is spread."""
+        """Nodes over which the group is spread."""
         return -(-self.size // self.per_node)
 
 
 def group_of(size: int, stride: int, gpus_per_node: int) -> Group:
-    """Return the group of an axis whose neighbours are `stride` ranks apart, with ranks in order on the machines."""
+    """Return the group of an axis whose neighbours are `stride` ranks apart, with ranks in order on the nodes."""
     return Group(size, max(1, min(size, gpus_per_node // stride)))
 
 
@@ -136,8 +136,8 @@ def group_of(size: int, stride: int, gpus_per_node: int) -> Group:
 def collective_seconds(kind: str, size: float, group: Group, intra: Link, inter: Link) -> float:
     """Return the time of a collective over `size` bytes: the whole tensor, before an all-reduce or after a gather.
 
-    Within a machine each GPU has the bandwidth of the link. Between machines the ranks of a group that share a machine
-    share its adapters: a ring enters and leaves each machine on all of them.
+    Within a node each GPU has the bandwidth of the link. Between nodes the ranks of a group that share a node
+    share its adapters: a ring enters and leaves each node on all of them.
     """
     if group.size == 1:
         return 0.0
@@ -145,7 +145,7 @@ def collective_seconds(kind: str, size: float, group: Group, intra: Link, inter:
     if group.nodes == 1:
         return max(intra.latency_us * 1e-6, moved / (intra.gbps * 1e9 * share_at(intra, size)))
     across = inter.gbps * group.per_node
-    if kind == "all_to_all":  # each rank's own adapter carries what leaves the machine
+    if kind == "all_to_all":  # each rank's own adapter carries what leaves the node
         across = inter.gbps / max(1e-9, 1 - group.per_node / group.size)
     hops = inter.latency_us * 1e-6 * (math.log2(group.nodes) + 1)
     return hops + moved / (min(intra.gbps, across) * 1e9 * share_at(inter, size))

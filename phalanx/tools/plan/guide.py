@@ -22,7 +22,7 @@ Do weights, gradients, optimizer states and activations of one copy fit in one G
         |-- yes: the least sharding that fits: ZeRO-1 (optimizer states), ZeRO-2 (gradients), FSDP (ZeRO-3, parameters).
         |        Add --offload cpu where memory is still short.
         `-- no:  is it a transformer (repeated blocks)?
-            |-- yes: 3D. Tensor parallel inside a machine, pipeline between machines, data parallel around both.
+            |-- yes: 3D. Tensor parallel inside a node, pipeline between nodes, data parallel around both.
             `-- no:  pipeline parallel, where the model can be cut into stages; else a larger GPU."""
 _TABLE = [
     ("Strategy", "Best for", "Memory efficiency", "Communication"),
@@ -37,7 +37,7 @@ _TABLE = [
     ("+ offload to CPU", "few GPUs, much host memory", "very high: states in RAM", "copies over PCIe in every step"),
     (
         "Tensor parallel",
-        "wide layers, inside a machine",
+        "wide layers, inside a node",
         "medium: layers / ranks",
         "two all-reduces per layer and pass",
     ),

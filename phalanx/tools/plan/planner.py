@@ -50,7 +50,7 @@ def why_lost(layout: Layout, estimate: Estimate, best: Estimate, cluster: Cluste
         faster = f"{-slower:.1%} faster" if slower < -0.0005 else "as fast"
         return f"{faster}, which is too little for a layout with more to set up"
     if part == "tensor_comm" and layout.tp > cluster.gpus_per_node:
-        return f"TP{layout.tp} crosses machines: +{grew[part] / best.step_seconds:.0%} exposed communication"
+        return f"TP{layout.tp} crosses nodes: +{grew[part] / best.step_seconds:.0%} exposed communication"
     words = TIME_PARTS[part]
     if part == "compute" and layout.pp > 1:
         words = "uneven stages (the last has the output layer)"
@@ -67,8 +67,8 @@ def sensitivity(
     changes: list[tuple[str, Gpu, Link, Link]] = [
         ("10% slower matrix products", replace(gpu, matmul=0.9 * gpu.matmul), machine.intra, machine.inter),
         ("10% less memory bandwidth", replace(gpu, bandwidth=0.9 * gpu.bandwidth), machine.intra, machine.inter),
-        ("20% less bandwidth within a machine", gpu, _slower(machine.intra), machine.inter),
-        ("20% less bandwidth between machines", gpu, machine.intra, _slower(machine.inter)),
+        ("20% less bandwidth within a node", gpu, _slower(machine.intra), machine.inter),
+        ("20% less bandwidth between nodes", gpu, machine.intra, _slower(machine.inter)),
     ]
     rows = []
     for words, device, intra, inter in changes:
@@ -181,7 +181,7 @@ def _check_cluster(cluster: Cluster) -> None:
     if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
         fewer = cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node
         raise UsageError(
-            f"{cluster.gpus} GPUs are not whole machines of {cluster.gpus_per_node}",
+            f"{cluster.gpus} GPUs are not whole nodes of {cluster.gpus_per_node}",
             hint=f"Write --gpus {fewer} or {fewer + cluster.gpus_per_node}, or set --gpus-per-node.",
         )
 
@@ -249,8 +249,8 @@ def assumptions(
     rows = [
         ("GPU", f"{gpu.name}: {peak:g} TFLOP/s, {gpu.memory_gbps:g} GB/s, {gpu.memory_gib:g} GiB", gpu.source),
         ("kernels", f"products at {gpu.matmul:.0%} of peak, memory at {gpu.bandwidth:.0%}", fitted),
-        ("within a machine", f"{intra.name}: {intra.gbps:g} GB/s per GPU", intra.source),
-        ("between machines", f"{inter.name}: {inter.gbps:.3g} GB/s per GPU", inter.source),
+        ("within a node", f"{intra.name}: {intra.gbps:g} GB/s per GPU", intra.source),
+        ("between nodes", f"{inter.name}: {inter.gbps:.3g} GB/s per GPU", inter.source),
         ("failures", f"one per {FAILURE_RATES[FAILURES].mtbf(1) / DAY / 365:.1f} GPU-years", "Llama 3, table 5"),
     ]
     if goal.precision == "fp8":
@@ -263,7 +263,7 @@ def assumptions(
         words = f"kernels x {learned['kernels']:g}, links x {learned['links']:g}, memory {learned['memory_gib']:+g} GiB"
         rows.append(("learned", words, f"--calibrate-from {learned['run']}, {learned['date']}"))
     if layout is not None and layout.offload == "cpu":
-        words = f"{host_gib(model, cluster):,.0f} of {cluster.host_memory_gib:,.0f} GiB per machine for states"
+        words = f"{host_gib(model, cluster):,.0f} of {cluster.host_memory_gib:,.0f} GiB per node for states"
         rows.append(("host memory", words, cluster.instance or "assumed"))
     if layout is not None and (rate := usual_rate(model, goal, layout)):
         origin = "Brown et al. 2020" if layout.lora_rank is None else "Dettmers et al. 2023"

@@ -268,7 +268,7 @@ class Plan:
     assumptions: tuple[tuple[str, str, str], ...] = ()
     """(name, value, where it comes from)."""
     sensitivity: tuple[tuple[str, float], ...] = ()
-    """(change, relative change of the step time): ("20% less bandwidth between machines", 0.06)."""
+    """(change, relative change of the step time): ("20% less bandwidth between nodes", 0.06)."""
     smallest_change: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     """The settings of `phalanx train` for the chosen layout."""

@@ -183,7 +183,7 @@ def instance(name: str, prices: str | Path | None = None) -> Instance:
 
 
 def cluster(text: str) -> Cluster:
-    """Return the cluster that a text names: `64xh100` (GPUs), `p5.48xlarge` or `8xp5.48xlarge` (machines)."""
+    """Return the cluster that a text names: `64xh100` (GPUs), `p5.48xlarge` or `8xp5.48xlarge` (nodes)."""
     counted = re.fullmatch(r"(\d+)\s*x\s*(.+)", text.strip(), re.IGNORECASE)
     count, name = (int(counted[1]), counted[2]) if counted else (1, text.strip())
     if count < 1:
@@ -197,7 +197,7 @@ def cluster(text: str) -> Cluster:
 
 
 def of_instances(name: str, nodes: int, prices: str | Path | None = None) -> Cluster:
-    """Return a cluster of machines of one instance type."""
+    """Return a cluster of nodes of one instance type."""
     machine = instance(name, prices)
     return Cluster(
         gpu=machine.gpu,
@@ -222,7 +222,7 @@ def usual_instance(name: str, prices: str | Path | None = None) -> Instance | No
 
 
 def parts_of(cluster_given: Cluster) -> tuple[Gpu, Link, Link]:
-    """Return the GPU, the link within a machine, and the link between machines with its share per GPU."""
+    """Return the GPU, the link within a node, and the link between nodes with its share per GPU."""
     device = gpu(cluster_given.gpu) if isinstance(cluster_given.gpu, str) else cluster_given.gpu
     inside = cluster_given.intra_node or device.intra_node
     between = cluster_given.inter_node or device.inter_node

@@ -195,7 +195,7 @@ def _arithmetic(layout: Layout, goal: Goal, cluster: Cluster) -> Iterator[str]:
     if layout.gpus != cluster.gpus:
         yield f"the axes make {layout.gpus} ranks, and the cluster has {cluster.gpus} GPUs"
     if cluster.gpus % cluster.nodes:
-        yield f"{cluster.gpus} ranks cannot be spread evenly over {cluster.nodes} machines"
+        yield f"{cluster.gpus} ranks cannot be spread evenly over {cluster.nodes} nodes"
     samples = layout.dp * layout.micro_batch
     if goal.global_batch % samples:
         yield (

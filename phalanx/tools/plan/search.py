@@ -17,13 +17,13 @@ from phalanx.world.splits import SCHEDULES
 SEARCHED = ("ddp", "fsdp", "zero", "tensor", "pipeline", "context", "expert", "3d")
 MAX_MICRO_BATCH = 64
 ERROR, EFFORT = 0.03, 0.09
-"""What each further axis must save: more than the error of the prediction, and on one machine also more than the effort
-of a layout that is harder to run. That effort is the same for many machines, where each percent is worth more."""
+"""What each further axis must save: more than the error of the prediction, and on one node also more than the effort
+of a layout that is harder to run. That effort is the same for many nodes, where each percent is worth more."""
 ALIKE = 1.02
 """A way to shard that is simpler is preferred while it is not slower than this."""
 EQUAL = 1.003
 HOST_SHARE = 0.8
-"""Share of a machine's memory that offloaded states may take."""
+"""Share of a node's memory that offloaded states may take."""
 SHORTEST_SLICE = 8192
 """Tokens per rank below which sequences are not cut any further."""
 HEADROOM = 0.95
@@ -103,7 +103,7 @@ def can_offload(layout: Layout, model: ModelShape | TracedShape, cluster: Cluste
 
 
 def host_gib(model: ModelShape | TracedShape, cluster: Cluster) -> float:
-    """Return the GiB of states that a machine's memory would hold: 16 bytes per parameter."""
+    """Return the GiB of states that a node's memory would hold: 16 bytes per parameter."""
     return 16 * model.parameters / 2**30 / cluster.nodes
 
 
@@ -210,7 +210,7 @@ def _meshes(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limit
 def _axis_sizes(
     model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints
 ) -> dict[str, list[int]]:
-    """Return the sizes of each axis that can be useful: beyond two machines tensor parallelism never is."""
+    """Return the sizes of each axis that can be useful: beyond two nodes tensor parallelism never is."""
     gpus = cluster.gpus
     divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
     if isinstance(model, TracedShape) and not model.supports:
@@ -225,7 +225,7 @@ def _axis_sizes(
 def _data_axes(
     layout: Layout, data: int, cluster: Cluster, model: ModelShape | TracedShape, limits: Constraints
 ) -> Iterator[Layout]:
-    """Return the ways to use the data ranks: copies, shards, shards within a machine, experts."""
+    """Return the ways to use the data ranks: copies, shards, shards within a node, experts."""
     experts = model.experts if isinstance(model, ModelShape) else 0
     if experts and layout.replica == 1:
         for ep in (size for size in range(2, min(experts, data) + 1) if data % size == 0 and experts % size == 0):

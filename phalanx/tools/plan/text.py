@@ -114,8 +114,8 @@ def _notes(plan: Plan, subject: str) -> Iterator[str]:
 
 def _subject(plan: Plan) -> str:
     cluster, gpu = plan.cluster, gpu_name(plan)
-    machines = f"{cluster.nodes} machines of {cluster.gpus_per_node}" if cluster.nodes > 1 else "one machine"
-    return f"{plan.model.name} ({count(plan.model.parameters)} parameters) on {cluster.gpus} x {gpu} ({machines})"
+    nodes = f"{cluster.nodes} nodes of {cluster.gpus_per_node}" if cluster.nodes > 1 else "one node"
+    return f"{plan.model.name} ({count(plan.model.parameters)} parameters) on {cluster.gpus} x {gpu} ({nodes})"
 
 
 def gpu_name(plan: Plan) -> str:
@@ -235,7 +235,7 @@ def reliability_words(plan: Plan) -> str:
 
 
 def train_command(plan: Plan, subject: str) -> str:
-    """Return the command that trains this plan: on several machines the one that submits it to Slurm."""
+    """Return the command that trains this plan: on several nodes the one that submits it to Slurm."""
     verb = ("train",) if plan.cluster.nodes == 1 else ("submit", "slurm")
     flags = [word for name, value in plan.settings.items() for word in _flag(name, value)]
     units: list[str] = []

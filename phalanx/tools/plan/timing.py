@@ -29,7 +29,7 @@ OPTIMIZER_BYTES = 34.0
 PCIE_GBPS = 22.0
 """GB/s between a GPU and its host, for offloaded states."""
 HOST_UPDATE_GBPS = 60.0
-"""GB/s of memory that an optimizer on the CPU of one machine moves, over all its ranks."""
+"""GB/s of memory that an optimizer on the CPU of one node moves, over all its ranks."""
 FROZEN = 0.55
 """Time of backward where the weights are frozen: the gradient of inputs only, and of adapters."""
 CONVOLUTION = 0.55

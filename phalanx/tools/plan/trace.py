@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from phalanx import torch_compat
 from phalanx.errors import UsageError, a_type
 from phalanx.recipes.imports import call_with, load_import
+from phalanx.strategies.tensors import find_blocks
 from phalanx.tools.plan.hf_config import shape_of
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.torch_compat import pytree
@@ -66,7 +67,7 @@ def trace_module(module: nn.Module, example: Example = None, *, name: str = "") 
     if shape is not None and shape.parameters == _size(module):
         return shape
     inputs, described = _inputs(module, example)
-    blocks: dict[str, nn.Module] = load_import("phalanx.strategies.tensors:find_blocks", "blocks")(module)
+    blocks = find_blocks(module)
     trace = _run(module, inputs, blocks, f"{name} cannot be traced with an input of {described}")
     samples = len(inputs[0])
     parameters = list(module.parameters())

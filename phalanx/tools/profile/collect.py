@@ -1,4 +1,4 @@
-"""What the ranks of several machines exchange for a profile: how their clocks differ, and traces that rank 0 lacks."""
+"""What the ranks of several nodes exchange for a profile: how their clocks differ, and traces that rank 0 lacks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ClockReading(NamedTuple):
 
 
 class TraceExchange:
-    """Clock readings and traces of the ranks that `plan` covers; ranks of one machine have both in common."""
+    """Clock readings and traces of the ranks that `plan` covers; ranks of one node have both in common."""
 
     def __init__(self, plan: Profiling, world: World, folder: Path) -> None:
         self._plan, self._world, self._folder = plan, world, folder
@@ -42,7 +42,7 @@ class TraceExchange:
         return [rank for rank in range(1, self._world.world_size) if self._plan.covers(rank)]
 
     def compare_clocks(self, when: str) -> None:
-        """Compare this machine's clock with rank 0's; ranks of one machine have the same."""
+        """Compare this machine's clock with rank 0's; ranks of one node have the same."""
         world, key = self._world, f"profile/{when}"
         if world.store is None or world.env.on_one_node:
             self.clocks.append(ClockReading(0, 0, 0))
@@ -52,7 +52,7 @@ class TraceExchange:
             self.clocks.append(compare_clock(world.store, key, world.rank))
 
     def collect(self) -> None:
-        """Send the main rank the traces that it does not find in the run's folder: machines may not share it."""
+        """Send the main rank the traces that it does not find in the run's folder: nodes may not share it."""
         store, rank = self._world.store, self._world.rank
         if store is None or self._world.env.on_one_node:
             return

@@ -135,7 +135,7 @@ def _network_bound(analysis: Analysis, share: str) -> str:
         and _meta(analysis)["local_ranks"] == _meta(analysis)["world_size"]
     )
     if on_host:
-        advice += "; communication_backend='phalanx' uses shared memory on one machine"
+        advice += "; communication_backend='phalanx' uses shared memory on one node"
     return f"communication-bound: {share} waits for communication, {hidden:.0%} of which is hidden. {advice}."
 
 
@@ -158,7 +158,7 @@ def _host_bound(analysis: Analysis, share: str) -> str:
 def _straggler_bound(analysis: Analysis, slow: Straggler, share: str) -> str:
     host = next(timeline.meta["host"] for timeline in analysis.timelines if timeline.rank == slow.rank)
     where = f"its {slow.phase} phase takes {_ms(slow.extra_seconds)} longer than that of the others"
-    advice = "compare that machine with the others (`phalanx doctor`)"
+    advice = "compare that node with the others (`phalanx doctor`)"
     if slow.phase == "data":
         advice = "look at its data"
     elif len({timeline.meta["host"] for timeline in analysis.timelines}) == 1:

@@ -1,4 +1,4 @@
-"""docker-compose: one service for each machine of a job on this machine's Docker, and services for monitoring."""
+"""docker-compose: one service for each node of a job on this machine's Docker, and services for monitoring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx.config.option import option
 from phalanx.errors import UsageError
-from phalanx.host.signed_store import VARIABLE
+from phalanx.host.job_secret import VARIABLE
 from phalanx.tools.submit import pods
 from phalanx.tools.submit.job import ClusterJob, JobRecord
 from phalanx.tools.submit.job_files import own_limit
@@ -101,7 +101,7 @@ class Compose(Target[ComposeOptions]):
         return {FILE: dump(documents, _COMMENTS, job.origin(self.name, self.options))}
 
     def _node(self, job: ClusterJob, index: int) -> dict[str, Any]:
-        """Return the service of one machine."""
+        """Return the service of one node."""
         limit = own_limit(job, self.options)
         text = pods.script(job, self.options, node=str(index), host="node0", extra=limit)
         options, work = self.options, pods.folder_of(job, self.options)
@@ -171,7 +171,7 @@ class Compose(Target[ComposeOptions]):
         return self._command(record.name, Path(record.folder), record.directory)
 
     def status(self, record: JobRecord) -> Status:
-        """Ask docker-compose for the services of the machines."""
+        """Ask docker-compose for the services of the nodes."""
         listed = _ask([*self._recorded(record), "ps", "--all"])
         states = re.findall(r"[_-]node\d+[_-].*?\b(Up|Exit(?:ed)?|Created|Restarting)\b[ (]*(\d+)?", listed)
         if not states:
@@ -182,7 +182,7 @@ class Compose(Target[ComposeOptions]):
         return Status("running" if any(word in ("Up", "Restarting") for word, _ in states) else "queued", detail)
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
-        """Read the services' output; of a rank, that of its machine."""
+        """Read the services' output; of a rank, that of its node."""
         services = {
             key: service
             for key, service in load(Path(record.folder) / FILE)[0]["services"].items()

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 from phalanx.config.option import option
-from phalanx.host.signed_store import VARIABLE
+from phalanx.host.job_secret import VARIABLE
 from phalanx.tools.submit import pods
 from phalanx.tools.submit.job import ClusterJob
 from phalanx.tools.submit.kube_client import Object

@@ -10,8 +10,8 @@ from typing import Any
 
 from phalanx.config.option import option
 from phalanx.errors import UsageError
+from phalanx.host.job_secret import VARIABLE
 from phalanx.host.remote import is_url
-from phalanx.host.signed_store import VARIABLE
 from phalanx.tools.submit.job import ClusterJob
 from phalanx.tools.submit.job_files import shell_join, uv_lines
 from phalanx.tools.submit.target import CommonOptions

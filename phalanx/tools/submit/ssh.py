@@ -22,7 +22,7 @@ from phalanx.config.option import option
 from phalanx.config.settings import ENV_PREFIX
 from phalanx.config.sources import NOT_SETTINGS
 from phalanx.errors import UsageError
-from phalanx.host.signed_store import VARIABLE
+from phalanx.host.job_secret import VARIABLE
 from phalanx.observe.guard import say_to_user
 from phalanx.tools.submit.hosts import STATE, HostGroup, HostPlan, write_plan
 from phalanx.tools.submit.job import ENDED, ClusterJob, JobRecord

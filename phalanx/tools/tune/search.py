@@ -170,11 +170,11 @@ def _check_settings(subject: Trainable) -> None:
         )
     if config.launcher != "local":
         raise UsageError(
-            f"backend = {config.backend!r}: trials start their ranks themselves, on one machine each",
+            f"backend = {config.backend!r}: trials start their ranks themselves, on one node each",
             hint="Leave backend out, or 'pytorch-fsdp' or 'deepspeed'; to search on a Ray cluster: --engine ray.",
         )
     if config.num_nodes > 1:
-        raise UsageError(f"num_nodes = {config.num_nodes}: a trial runs on one machine")
+        raise UsageError(f"num_nodes = {config.num_nodes}: a trial runs on one node")
 
 
 def _run(plan: SearchPlan, request: SearchRequest) -> Results:

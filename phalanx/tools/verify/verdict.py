@@ -269,7 +269,7 @@ def _largest(comparison: Comparison) -> list[str]:
 
 def _closing(verdict: Verdict) -> list[str]:
     if verdict.agrees:
-        largest = [(max(each.worst.values()), _short(each)) for each in verdict.comparisons]
+        largest = [(max(compared.worst.values()), _short(compared)) for compared in verdict.comparisons]
         differences = ", ".join(f"{value:.1e} in {name}" for value, name in largest if value)
         summary = f"largest difference {differences}" if differences else "no difference at all"
         verb, _, rest = verdict.claim.partition(" ")
@@ -279,7 +279,7 @@ def _closing(verdict: Verdict) -> list[str]:
         *(f"  {problem}" for problem in verdict.problems),
     ]
     differing = [comparison for comparison in verdict.comparisons if not comparison.agrees]
-    lines += [f"  {_short(each)}: {each.divergence or _by_steps(each)}" for each in differing]
+    lines += [f"  {_short(compared)}: {compared.divergence or _by_steps(compared)}" for compared in differing]
     first = differing[0].divergence if differing else None
     return [*lines, f"  {_BATCH_NORM}"] if first is not None and first.kind.startswith("BatchNorm") else lines
 

@@ -59,7 +59,7 @@ def files(
     inputs: str | Sequence[str] | None = None,
     target: str | None = None,
     target_type: str | None = None,
-    text: str | None = None,
+    text: str | Sequence[str] | None = None,
     tokenizer: str | None = None,
     seq_len: int = 128,
     size: int = 224,
@@ -74,7 +74,8 @@ def files(
     `tokenizer`). Rows of tables become (inputs, target): `inputs` and `target` name columns, and without them the
     column "label" or the like is the target and all numbers are inputs. `target_type`: "class" for labels, "number"
     for quantities, by default whether the column holds fractions. Rows of texts (the column `text`, or with a
-    `tokenizer` the first one) become dicts with input_ids, attention_mask and labels. Images are resized to `size`;
+    `tokenizer` the first one) become dicts with input_ids, attention_mask and labels; two columns in `text` are pairs
+    of texts, whose token_type_ids say which text each token is of. Images are resized to `size`;
     `channels` = 1 makes them grey. `class_names`: all labels in their order, where the files may lack some.
     `val_fraction`: the part that is held out where no files are for validation; 1 for all. Without `needs_target` the
     samples are inputs alone.
@@ -92,20 +93,27 @@ def files(
         return _windows(tokens, seq_len, part, val_fraction, tokenizer)
     table, title = read_table(kind, chosen), str(chosen[0]) if len(chosen) == 1 else source.title
     text = text if text is not None or target is not None or table.column_names != ["text"] else "text"
-    if text is not None and target is None and inputs is None and class_names is None:
-        check_columns(table, [text], title)
-        return _windows(_tokens(_joined(table, text, title), tokenizer), seq_len, part, val_fraction, tokenizer)
+    texts = () if text is None else (text,) if isinstance(text, str) else tuple(text)
+    if len(texts) == 1 and target is None and inputs is None and class_names is None:
+        check_columns(table, texts, title)
+        return _windows(_tokens(_joined(table, texts[0], title), tokenizer), seq_len, part, val_fraction, tokenizer)
     if not needs_target:
         target = None
     elif target is None:
         target = next((name for name in TARGETS if name in table.column_names), None)
+        if texts and target is None:
+            raise UsageError(
+                f"{title} has no column called {', '.join(TARGETS[:-1])} or {TARGETS[-1]}; its columns: "
+                f"{', '.join(table.column_names)}",
+                hint="Name the target: --set data.target=NAME",
+            )
     if target is not None:
         check_columns(table, [target], title)
         target_type = target_type or target_type_of(table.features[target])
         if class_names is None and target_type == "class":
             training = of_split(source.folder, source.files, "train")[0]
-            class_names = classes_of(kind, training, table, target, of_texts=text is not None)
-    shape = TableShape(inputs, target, target_type, list(class_names or ()), text, tokenizer, seq_len)
+            class_names = classes_of(kind, training, table, target, of_texts=bool(texts))
+    shape = TableShape(inputs, target, target_type, list(class_names or ()), texts, tokenizer, seq_len)
     rows = TableDataset(table, title, shape, needs_target=needs_target)
     if split == "train":
         rows.note_left_out()

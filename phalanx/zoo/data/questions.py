@@ -7,6 +7,7 @@ windows that overlap; where the answer is not in a window, its label is position
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -52,8 +53,11 @@ class QuestionWindows(GatherDataset):
         seq_len: int,
         stride: int,
         longest_answer: int,
+        null_threshold: float = 0.0,
+        n_best: int = 1,
     ) -> None:
         self.contexts, self.questions, self.seq_len = contexts, questions, seq_len
+        self._n_best = n_best
         self.vocab_size = pieces.vocab_size
         used = {question.context for question in questions}
         self._contexts = pieces.encode([text if number in used else "" for number, text in enumerate(contexts)])
@@ -64,7 +68,7 @@ class QuestionWindows(GatherDataset):
         self._answers = [self._tokens_of(question) for question in questions]
         for number in range(len(questions)):
             self.windows += self._cut(number, stride)
-        self.metrics = {"answers": AnswerScores(self, longest_answer)}
+        self.metrics = {"answers": AnswerScores(self, longest_answer, null_threshold=null_threshold, count=n_best)}
 
     def _cut(self, number: int, stride: int) -> list[Window]:
         question_tokens, length = (
@@ -122,10 +126,17 @@ class QuestionWindows(GatherDataset):
     def predictions(self, outputs: Tensor) -> list[dict[str, Any]]:
         """Return what a model's outputs for all windows say of each question, for `phalanx predict`."""
         samples, scores = torch.arange(len(self)), self.metrics["answers"]
-        answers = scores.answers(scores(outputs, self.gather(samples)["labels"]), samples)
+        found = scores.found(scores(outputs, self.gather(samples)["labels"]), samples)
         return [
-            {"row": number, "id": self.questions[number].key, "question": self.questions[number].text, "answer": answer}
-            for number, answer in sorted(answers.items())
+            {
+                "row": number,
+                "id": self.questions[number].key,
+                "question": self.questions[number].text,
+                "answer": scores.answer(answers),
+                **({"no_answer": answers.doubt} if scores.may_abstain else {}),
+                **({"best": scores.candidates(answers)} if self._n_best > 1 else {}),
+            }
+            for number, answers in sorted(found.items())
         ]
 
     def answer_text(self, window: Window, first: int, last: int) -> str:
@@ -136,22 +147,47 @@ class QuestionWindows(GatherDataset):
         return self.contexts[context][spans[first + shift][0] : spans[last + shift][1]]
 
 
+class Span(NamedTuple):
+    """An answer that a model finds in a window: the sum of both logits, and the first and last position."""
+
+    score: float
+    window: Window
+    first: int
+    last: int
+
+
+class FoundAnswers(NamedTuple):
+    """What a model finds for a question, over all of its windows."""
+
+    spans: list[Span]
+    """The best first."""
+    no_answer: float
+    """The least score of position 0: that of no answer."""
+
+    @property
+    def doubt(self) -> float:
+        """How far the score of no answer is above that of the best span."""
+        return self.no_answer - self.spans[0].score
+
+
 class AnswerScores:
     """Exact match and F1, as SQuAD's official script has them, of the best span over all windows of each question.
 
     A span begins and ends in the context, and has at most `longest` tokens; its score is the sum of both logits. In
-    data with unanswerable questions, none is answered where the least score of position 0 is above the best span's.
+    data with unanswerable questions, none is answered if the score of no answer, the least one of position 0, is more
+    than `null_threshold` above the best span's. `count`: the spans that are kept of each window.
     """
 
-    def __init__(self, data: QuestionWindows, longest: int) -> None:
-        self._data, self._longest = data, longest
-        self._may_abstain = any(not question.answers for question in data.questions)
+    def __init__(self, data: QuestionWindows, longest: int, *, null_threshold: float = 0.0, count: int = 1) -> None:
+        self._data, self._longest, self._null_threshold = data, longest, null_threshold
+        self._count = count
+        self.may_abstain = any(not question.answers for question in data.questions)
         self._windows: dict[int, int] = defaultdict(int)
         for window in data.windows:
             self._windows[window.question] += 1
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return for each window: the score of its best span, its first and last position, the score of no answer."""
+        """Return for each window the score of no answer, then the score and both positions of each of its spans."""
         logits = output.float()
         time = torch.arange(logits.shape[1], device=logits.device)
         inside = (time >= target[:, 2:3]) & (time <= target[:, 3:4])
@@ -159,34 +195,91 @@ class AnswerScores:
         # By the length of a span, then by its first position.
         scores = [first[:, : len(time) - more] + last[:, more:] for more in range(min(self._longest, len(time)))]
         padded = [torch.nn.functional.pad(score, (0, len(time) - score.shape[1]), value=-torch.inf) for score in scores]
-        best, flat = torch.stack(padded, 1).flatten(1).max(1)
+        flat_scores = torch.stack(padded, 1).flatten(1)
+        best, flat = flat_scores.topk(min(self._count, flat_scores.shape[1]), dim=1)
         begin = flat % len(time)
-        none = logits[:, 0].sum(-1)
-        return torch.stack([best.double(), begin, begin + flat // len(time), none], 1)
+        spans = torch.stack([best.double(), begin, begin + flat // len(time)], 2)
+        return torch.cat([logits[:, 0].sum(-1, keepdim=True), spans.flatten(1)], 1)
 
     def combine(self, rows: Tensor, samples: Tensor) -> dict[str, float]:
-        """Return the means over the questions all of whose windows were measured."""
-        golds = self._data.questions
-        answers = self.answers(rows, samples).items()
-        scores = [answer_scores(answer, [gold.text for gold in golds[number].answers]) for number, answer in answers]
+        """Return the means over the questions all of whose windows were measured.
+
+        In data with unanswerable questions also the highest F1 that another threshold would give, and that threshold.
+        """
+        found = self.found(rows, samples)
+        golds = {number: [gold.text for gold in self._data.questions[number].answers] for number in found}
+        scores = [answer_scores(self.answer(answers), golds[number]) for number, answers in found.items()]
         means = torch.tensor(scores, dtype=torch.float64).reshape(-1, 2).mean(0).tolist()
-        return dict(zip(("exact", "f1"), means, strict=True))
+        result = dict(zip(("exact", "f1"), means, strict=True))
+        if self.may_abstain and found:
+            doubts = torch.tensor([answers.doubt for answers in found.values()], dtype=torch.float64)
+            f1 = [
+                (answer_scores(self._text(answers.spans[0]), golds[number])[1], float(not golds[number]))
+                for number, answers in found.items()
+            ]
+            result |= dict(zip(("best_f1", "best_f1_threshold"), _best_threshold(doubts, f1), strict=True))
+        return result
 
-    def answers(self, rows: Tensor, samples: Tensor) -> dict[int, str]:
-        """Return the answer to each question all of whose windows were measured; empty texts where there is none."""
-        spans: dict[int, list[tuple[float, float, Window, int, int]]] = defaultdict(list)
-        for sample, (score, first, last, none) in zip(samples.tolist(), rows.tolist(), strict=True):
+    def found(self, rows: Tensor, samples: Tensor) -> dict[int, FoundAnswers]:
+        """Return what was found for each question all of whose windows were measured."""
+        parts: dict[int, list[tuple[float, list[Span]]]] = defaultdict(list)
+        for sample, (no_answer, *numbers) in zip(samples.tolist(), rows.tolist(), strict=True):
             window = self._data.windows[sample]
-            spans[window.question].append((score, none, window, int(first), int(last)))
-        return {number: self._best(parts) for number, parts in spans.items() if len(parts) == self._windows[number]}
+            triples = [numbers[start : start + 3] for start in range(0, len(numbers), 3)]
+            possible = [triple for triple in triples if triple[0] != -math.inf] or triples[:1]
+            spans = [Span(score, window, int(first), int(last)) for score, first, last in possible]
+            parts[window.question].append((no_answer, spans))
+        return {
+            number: FoundAnswers(
+                sorted((span for _, spans in windows for span in spans), key=lambda span: span.score, reverse=True),
+                min(no_answer for no_answer, _ in windows),
+            )
+            for number, windows in parts.items()
+            if len(windows) == self._windows[number]
+        }
 
-    def _best(self, parts: list[tuple[float, float, Window, int, int]]) -> str:
-        best, _, window, first, last = max(parts, key=lambda part: part[0])
-        abstains = self._may_abstain and min(part[1] for part in parts) > best
-        return "" if abstains else self._data.answer_text(window, first, last)
+    def answer(self, found: FoundAnswers) -> str:
+        """Return the text of the best answer; empty for none."""
+        abstains = self.may_abstain and found.doubt > self._null_threshold
+        return "" if abstains else self._text(found.spans[0])
+
+    def candidates(self, found: FoundAnswers) -> list[dict[str, Any]]:
+        """Return the best answers, each text once, with their shares of the probability: the softmax of their scores.
+
+        In data with unanswerable questions no answer, an empty text, is one of them.
+        """
+        scores: dict[str, float] = {}
+        for span in found.spans[: self._count]:
+            scores.setdefault(self._text(span), span.score)
+        if self.may_abstain:
+            scores[""] = found.no_answer
+        shares = torch.tensor([*scores.values()], dtype=torch.float64).softmax(0).tolist()
+        ranked = sorted(zip(scores, shares, strict=True), key=lambda pair: pair[1], reverse=True)
+        return [{"answer": text, "probability": share} for text, share in ranked[: self._count]]
+
+    def _text(self, span: Span) -> str:
+        return self._data.answer_text(span.window, span.first, span.last)
 
 
-@limited(stride={"minimum": 1}, longest_answer={"minimum": 1})
+def _best_threshold(doubts: Tensor, f1: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the highest mean F1, and the threshold that gives it.
+
+    `f1`: of each question the scores of its best span and of no answer; a question is answered if its doubt is at most
+    the threshold.
+    """
+    ordered, order = doubts.sort()
+    answered, abstained = torch.tensor(f1, dtype=torch.float64)[order].unbind(1)
+    # Of no question answered, of the one with the least doubt, of two, ...
+    totals = torch.cat([answered.new_zeros(1), (answered - abstained).cumsum(0)]) + abstained.sum()
+    # Questions of equal doubt are answered together.
+    is_possible = torch.cat([ordered[1:] != ordered[:-1], torch.tensor([True])])
+    totals[1:][~is_possible] = -math.inf
+    best = int(totals.argmax())
+    threshold = float(ordered[best - 1]) if best else float(ordered[0]) - 1.0
+    return float(totals[best]) / len(f1), threshold
+
+
+@limited(stride={"minimum": 1}, longest_answer={"minimum": 1}, n_best={"minimum": 1})
 def questions(
     split: str = "train",
     root: Root | None = None,
@@ -194,13 +287,16 @@ def questions(
     seq_len: int = 128,
     stride: int | None = None,
     longest_answer: int = 30,
+    null_threshold: float = 0.0,
+    n_best: int = 1,
     val_fraction: float = 0.1,
 ) -> QuestionWindows:
     """Return questions in SQuAD's format, of a file or of the .json files of a folder, as windows of `seq_len` tokens.
 
     Tokens are those of the Hugging Face tokenizer in the folder `tokenizer` or `root/tokenizer`, else bytes. The next
     window begins `stride` tokens (half a window) later. Without files named dev*, val* or test*, a part of the contexts
-    is held out.
+    is held out. If there are unanswerable questions, one is not answered if no answer scores more than `null_threshold`
+    above the best span. `n_best`: how many answers to each question `phalanx predict` gives.
     """
     if root is None:
         raise UsageError("the data set 'questions' needs a file in SQuAD's format", hint="Write: --data ./squad")
@@ -223,8 +319,16 @@ def questions(
     questions, note = checked_answers(contexts, questions, keep_all=split == "val")
     if tokenizer is None and folder is not None and (folder / "tokenizer").is_dir():
         tokenizer = str(folder / "tokenizer")
-    options = {"seq_len": seq_len, "stride": stride, "longest_answer": longest_answer}
-    windows = QuestionWindows(contexts, questions, TextPieces(tokenizer), **options)
+    windows = QuestionWindows(
+        contexts,
+        questions,
+        TextPieces(tokenizer),
+        seq_len=seq_len,
+        stride=stride,
+        longest_answer=longest_answer,
+        null_threshold=null_threshold,
+        n_best=n_best,
+    )
     windows.tokenizer, windows.notes = tokenizer, (note,) if note else ()
     return windows
 

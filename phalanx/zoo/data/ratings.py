@@ -90,13 +90,13 @@ def _ratings(row: Mapping[str, Any], number: int) -> list[_Rating]:
     if row.get("completion") is not None and row.get("label") is not None:
         if not isinstance(row["label"], (bool, int)) or row["label"] not in (0, 1):
             raise DataError(f"row {number}: label = {row['label']!r}: expected true (desirable) or false", hint=_HINT)
-        found = [(row["completion"], bool(row["label"]))]
+        pairs = [(row["completion"], bool(row["label"]))]
     elif all(row.get(side) is not None for side in _SIDES):
-        found = [(row[side], label) for side, label in _SIDES.items()]
+        pairs = [(row[side], label) for side, label in _SIDES.items()]
     else:
         raise DataError(f"row {number} is not a rated answer; its columns: {', '.join(row)}", hint=_HINT)
     prompt = as_messages(row["prompt"], "user", number) if row.get("prompt") else []
-    answers = [(as_messages(text, "assistant", number) if text else [], label) for text, label in found]
+    answers = [(as_messages(text, "assistant", number) if text else [], label) for text, label in pairs]
     for answer, _ in answers:
         if answer and answer[0]["role"] != "assistant":
             raise DataError(f"row {number}: the answer begins with a message of '{answer[0]['role']}'", hint=_HINT)

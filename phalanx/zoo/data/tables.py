@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 
 from phalanx.data.hints import LoaderHints
 from phalanx.errors import DataError, UsageError, first_line, unknown_name
+from phalanx.zoo.hub import on_disk
 
 VOCABULARY = 256
 """One token a byte."""
@@ -27,6 +29,7 @@ _WITHOUT_ROWS = ("corresponds to no data", "No columns to parse from file")
 _TARGET_TYPES = ("class", "number")
 _MOST_CLASSES = 1000
 """Whole numbers up to here may be labels; a higher one is taken for a quantity's, whose loss the user must name."""
+_MOST_TEXTS = 2
 _LONGEST_SHOWN = 60
 _MOST_SHOWN = 10
 
@@ -38,7 +41,7 @@ def read_tokenizer(folder: str) -> Any:
     except ImportError:
         raise UsageError("tokenizer needs transformers", hint="Run: pip install transformers") from None
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(on_disk(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"tokenizer = '{folder}' cannot be read: {first_line(error)}",
@@ -140,7 +143,8 @@ class TableShape(NamedTuple):
     target_type: str | None
     """ "class" or "number"."""
     classes: list[str]
-    text: str | None
+    texts: tuple[str, ...]
+    """The column of texts, or the two of pairs of texts; empty for rows of numbers."""
     tokenizer: str | None
     length: int
 
@@ -165,11 +169,13 @@ class TableDataset(Dataset[Any]):
                 hint="Set one and save it: tokenizer.pad_token = tokenizer.eos_token, and "
                 "tokenizer.save_pretrained(folder).",
             )
-        self._tokenizer = loaded if loaded is not None else byte_tokenizer if shape.text else None
+        self._tokenizer = loaded if loaded is not None else byte_tokenizer if shape.texts else None
         if self._tokenizer is not None:
             self.vocab_size = VOCABULARY + 1 if loaded is None else len(loaded)
         self._reals = False
         """Whether whole numbers are given as reals."""
+        self._gives_segments = True
+        """Whether each token of a pair of texts comes with the number of its text."""
         self.loader_hints = LoaderHints()
         inputs = shape.inputs
         if inputs is None and self._tokenizer is None:
@@ -177,7 +183,7 @@ class TableDataset(Dataset[Any]):
         if inputs is not None:
             self._inputs = [inputs] if isinstance(inputs, str) else list(inputs)
         else:
-            self._inputs = [shape.text] if shape.text else self._default_inputs()
+            self._inputs = [*shape.texts] if shape.texts else self._default_inputs()
         check_columns(table, self._inputs, title)
         if not self._inputs:
             raise UsageError(
@@ -187,6 +193,8 @@ class TableDataset(Dataset[Any]):
         if self._tokenizer is None:
             for name in self._inputs:
                 self._check_numbers(name)
+        else:
+            self._check_texts()
         if self._labels and shape.target is not None:
             self._check_labels(shape.target)
 
@@ -205,7 +213,12 @@ class TableDataset(Dataset[Any]):
             self.loader_hints = LoaderHints(notes=(note,))
 
     def fit_to(self, model: nn.Module) -> None:
-        """Give whole numbers as reals where the model begins with a layer that multiplies them."""
+        """Give rows as the model takes them.
+
+        Whole numbers are given as reals if it begins with a layer that multiplies them, and the segments of pairs of
+        texts if its forward takes them.
+        """
+        self._gives_segments = "token_type_ids" in inspect.signature(model.forward).parameters
         layers = (module for module in model.modules() if not any(module.children()))
         first = next((layer for layer in layers if any(True for _ in layer.parameters())), None)
         self._reals = isinstance(first, nn.Linear | nn.modules.conv._ConvNd)
@@ -215,6 +228,19 @@ class TableDataset(Dataset[Any]):
         if self._tokenizer is not None:
             return [name for name, kind in features.items() if _is_text(kind)][:1]
         return [name for name, kind in features.items() if not _is_text(kind)]
+
+    def _check_texts(self) -> None:
+        """Refuse more texts than a pair, and columns of something else."""
+        if len(self._inputs) > _MOST_TEXTS:
+            raise UsageError(
+                f"a sample is a text or a pair of texts, and {len(self._inputs)} columns are named: "
+                f"{', '.join(self._inputs)}",
+                hint="""Write: --set data.text='["sentence1", "sentence2"]'""",
+            )
+        for name in self._inputs:
+            if not _is_text(self._table.features[name]):
+                cell = self._table[0][name]
+                raise DataError(f"the column '{name}' of {self._title} holds no texts: row 1 has {cell!r}.")
 
     def _check_numbers(self, name: str) -> None:
         """Refuse a column of inputs with a cell that is not a number, which makes a column of texts."""
@@ -292,10 +318,11 @@ class TableDataset(Dataset[Any]):
             raise DataError(f"row {index + 1} of {self._title} has no value in the column '{empty[0]}'.")
         label = None if target is None else self._label(row[target], index)
         if self._tokenizer is not None:
-            encoded = self._tokenizer(
-                row[self._inputs[0]], truncation=True, padding="max_length", max_length=self._shape.length
-            )
-            fields = {name: torch.tensor(encoded[name]) for name in ("input_ids", "attention_mask")}
+            texts = [row[name] for name in self._inputs]
+            encoded = self._tokenizer(*texts, truncation=True, padding="max_length", max_length=self._shape.length)
+            has_segments = len(texts) > 1 and self._gives_segments and "token_type_ids" in encoded
+            names = ["input_ids", "attention_mask", *(["token_type_ids"] if has_segments else [])]
+            fields = {name: torch.tensor(encoded[name]) for name in names}
             return fields if label is None else {**fields, "labels": label}
         values = [self._as_tensor(row[name], name, index) for name in self._inputs]
         if len(values) > 1:
@@ -336,8 +363,18 @@ class TableDataset(Dataset[Any]):
         return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def byte_tokenizer(text: str, *, max_length: int, **_: Any) -> dict[str, list[int]]:
-    """Return a text as a tokenizer of transformers does: the token after all bytes, then its first bytes, padded."""
-    tokens = [VOCABULARY, *text.encode("utf-8", errors="replace")][:max_length]
-    padding = [0] * (max_length - len(tokens))
-    return {"input_ids": tokens + padding, "attention_mask": [1] * len(tokens) + padding}
+def byte_tokenizer(text: str, second: str | None = None, *, max_length: int, **_: Any) -> dict[str, list[int]]:
+    """Return a text, or a pair of texts, as a tokenizer of transformers does: padded, or cut where it is longer.
+
+    The token after all bytes stands before the bytes of each text. Of a pair the longer text is cut first.
+    """
+    first = [VOCABULARY, *text.encode("utf-8", errors="replace")]
+    other = [] if second is None else [VOCABULARY, *second.encode("utf-8", errors="replace")]
+    first = first[: max(max_length - len(other), (max_length + 1) // 2)]
+    other = other[: max_length - len(first)]
+    padding = [0] * (max_length - len(first) - len(other))
+    return {
+        "input_ids": first + other + padding,
+        "attention_mask": [1] * (len(first) + len(other)) + padding,
+        "token_type_ids": [0] * len(first) + [1] * len(other) + padding,
+    }

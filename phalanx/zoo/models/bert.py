@@ -1,4 +1,4 @@
-"""An encoder in the shape of BERT, with the head of its task: masked tokens, classes, or the place of an answer."""
+"""An encoder in the shape of BERT, with the head of its task: masked tokens, classes, numbers, or answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.zoo.models.decoder import Decoder
 from phalanx.zoo.models.init import from_preset, init_transformer, is_meta
 from phalanx.zoo.models.loss import LMOutput, token_loss, whole_logits
 
-TASKS = ("mlm", "classify", "qa")
+TASKS = ("mlm", "classify", "regress", "qa")
 _WIDE = 512
 
 
@@ -24,8 +24,8 @@ _WIDE = 512
 class BertConfig:
     """The shape of a BERT.
 
-    `task`: "mlm" scores every token of the vocabulary at each position, "classify" each of `classes` for a text, "qa"
-    each position as the first and as the last token of an answer.
+    `task`: "mlm" scores every token of the vocabulary at each position, "classify" each of `classes` for a text,
+    "regress" gives a number for a text, and "qa" scores each position as the first and as the last token of an answer.
     """
 
     task: str = "mlm"
@@ -58,6 +58,7 @@ class BertConfig:
         heads = {
             "mlm": square + 2 * self.hidden + self.vocab_size,
             "classify": square + (self.hidden + 1) * self.classes,
+            "regress": square + self.hidden + 1,
             "qa": 2 * (self.hidden + 1),
         }
         return self.layers * layer + embedding + heads[self.task]
@@ -147,17 +148,17 @@ class TokenHead(nn.Module):
         return cast("Tensor", self.output(self.norm(F.gelu(self.transform(hidden)))))
 
 
-class ClassHead(nn.Module):
-    """A score for every class, from the hidden state of the first token."""
+class TextHead(nn.Module):
+    """A score for every class, or one number, from the hidden state of the first token."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: BertConfig, outputs: int) -> None:
         super().__init__()
         self.pool = nn.Linear(config.hidden, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
-        self.output = nn.Linear(config.hidden, config.classes)
+        self.output = nn.Linear(config.hidden, outputs)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits [batch, classes]."""
+        """Return [batch, outputs]."""
         return cast("Tensor", self.output(self.dropout(torch.tanh(self.pool(hidden[:, 0])))))
 
 
@@ -165,8 +166,8 @@ class Bert(nn.Module):
     """Embeddings, a stack of layers that see both sides, and the head of a task.
 
     forward(tokens, labels), or by the names that models of transformers have: `token_type_ids` 1 for the second text,
-    `attention_mask` 0 for padding, all [batch, time]. Labels are tokens (-100: not asked for), classes, or for "qa" the
-    first and last token of answers; further columns are for metrics.
+    `attention_mask` 0 for padding, all [batch, time]. Labels are tokens (-100: not asked for), classes, numbers, or for
+    "qa" the first and last token of answers; further columns are for metrics.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -176,8 +177,10 @@ class Bert(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         if config.task == "mlm":
             self.head: nn.Module = TokenHead(config, self.embed.tokens)
+        elif config.task == "qa":
+            self.head = nn.Linear(config.hidden, 2)
         else:
-            self.head = ClassHead(config) if config.task == "classify" else nn.Linear(config.hidden, 2)
+            self.head = TextHead(config, config.classes if config.task == "classify" else 1)
         if not is_meta(self):
             self.init_weights()
 
@@ -215,11 +218,18 @@ class Bert(nn.Module):
         return LMOutput(self.loss_from_output(logits, labels), whole_logits(logits))
 
     def loss_from_output(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean cross-entropy; for "qa" the mean of those of the first and the last token."""
+        """Return the mean cross-entropy, for "qa" of the first and the last token; for numbers the squared error."""
         if self.config.task == "mlm":
             return token_loss(output, target)
         precise = output.to(torch.promote_types(output.dtype, torch.float32))
+        if self.config.task == "regress":
+            return F.mse_loss(precise.squeeze(-1), target.to(precise.dtype))
         if self.config.task == "classify":
+            if target.is_floating_point():
+                raise UsageError(
+                    "the labels are fractions, and this BERT scores classes",
+                    hint="For a number per text train the recipe bert-regress, or write: --set model.task=regress",
+                )
             return F.cross_entropy(precise, target)
         first, last = (F.cross_entropy(precise[..., index], target[:, index]) for index in (0, 1))
         return (first + last) / 2
@@ -239,9 +249,9 @@ class Bert(nn.Module):
 
     def tensor_plan(self) -> dict[str, str]:
         """Return which module is split how under tensor parallelism, in the words of `models.contract`."""
-        if self.config.task == "classify":
+        if self.config.task in ("classify", "regress"):
             raise UsageError(
-                "tensor_parallel splits texts, and a BERT for classes needs the first token of each alone",
+                "tensor_parallel splits texts, and a BERT for classes or numbers needs the first token of each alone",
                 hint="Train it with strategy='ddp' or 'fsdp'.",
             )
         head = {"head": contract.HEAD_COLWISE}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError, a_type, unknown_name
 from phalanx.recipes.imports import call_with, is_import_path, load_import
+from phalanx.zoo.hub import on_disk
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +54,7 @@ def build(name: str, **options: Any) -> nn.Module:
     path such as `my_package.nets:Net` with the options of that class or function, or the folder of a Hugging Face
     model.
     """
-    make = maker(name)
+    make = maker(name := on_disk(name))
     if is_import_path(name):
         return _checked(call_with(make, options, f"model '{name}'"), name)
     if _is_path(name):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 
+import programs
 import pytest
 from command import clean_environment, end, write_script
 
@@ -29,7 +30,7 @@ def begin(folder, name, where, program):
     target = {"script": str(write_script(folder / "train.py", program)), "args": []}
     request = {"target": target, "path": [], "log_dir": str(folder / "logs"), "events": name, "network": where}
     request["loopback"] = False
-    return subprocess.Popen(
+    return programs.Popen(
         [sys.executable, "-c", "from phalanx.engines.horovod.entry_point import main; main()", json.dumps(request)],
         env=clean_environment(OMPI_COMM_WORLD_RANK="0"),
         stdout=subprocess.PIPE,

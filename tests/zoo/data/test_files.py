@@ -238,6 +238,50 @@ def test_a_tokenizer_makes_tokens_of_texts_and_dicts_of_rows(tmp_path):
         load(str(tmp_path / "rows.csv"), tokenizer=str(tmp_path / "without-padding"), seq_len=4, val_fraction=0)
 
 
+def test_pairs_of_texts_are_one_sample_with_segments(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.csv").write_text("first,second,label\nab,cde,yes\nlonger text,x,no\n")
+    rows = load(str(tmp_path / "rows.csv"), text=["first", "second"], seq_len=9, val_fraction=0)
+    sample = rows[0]
+    begin = 256
+    assert sample["input_ids"].tolist() == [begin, *b"ab", begin, *b"cde", 0, 0]
+    assert sample["token_type_ids"].tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0]
+    assert sample["attention_mask"].tolist() == [1] * 7 + [0, 0]
+    assert rows.classes == ["no", "yes"]
+    assert rows[1]["input_ids"].tolist() == [begin, *b"longer", begin, *b"x"], "the longer text is cut"
+    assert rows.columns["inputs"] == ["first", "second"], "files to predict are read alike"
+
+    class WithoutSegments(torch.nn.Module):
+        def forward(self, input_ids, attention_mask, labels=None): ...
+
+    rows.fit_to(WithoutSegments())
+    assert set(rows[0]) == {"input_ids", "attention_mask", "labels"}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"text": ["first", "second", "first"]}, "a sample is a text or a pair of texts, and 3 columns are named"),
+        ({"text": ["first", "secnd"]}, "unknown column 'secnd' of .* Did you mean 'second'"),
+        ({"text": ["first", "number"]}, "the column 'number' of .* holds no texts: row 1 has 3"),
+        ({"text": ["first", "second"], "target": "lable"}, "unknown column 'lable' of .* Did you mean 'label'"),
+    ],
+)
+def test_pairs_that_cannot_be_are_refused(tmp_path, options, says):
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.csv").write_text("first,second,number,label\nab,cde,3,yes\nlonger text,x,4,no\n")
+    with pytest.raises(PhalanxError, match=says):
+        load(str(tmp_path / "rows.csv"), **options)
+
+
+def test_pairs_without_a_column_of_labels_ask_for_the_target(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.csv").write_text("first,second,gold\nab,cde,1\nlonger text,x,0\n")
+    with pytest.raises(UsageError, match=r"has no column called label, .* its columns: first, second, gold") as raised:
+        load(str(tmp_path / "rows.csv"), text=["first", "second"])
+    assert "--set data.target=NAME" in raised.value.hint
+
+
 @pytest.mark.parametrize(
     ("rows", "says"),
     [

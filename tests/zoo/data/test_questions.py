@@ -128,10 +128,40 @@ def test_no_answer_is_given_where_position_0_is_better_and_only_in_data_that_has
     data = questions("train", squad(tmp_path / "a.json", *qas), seq_len=160, val_fraction=0)
     first, last = data[0]["labels"].tolist()[:2]
     assert data[1]["labels"].tolist()[:2] == [0, 0]
-    assert scored(data, [(0, first, last, 5.0), (1, 0, 0, 5.0)]) == {"exact": 1.0, "f1": 1.0}
-    assert scored(data, [(0, 0, 0, 5.0), (1, first, last, 5.0)]) == {"exact": 0.0, "f1": 0.0}
+    right = scored(data, [(0, first, last, 5.0), (1, 0, 0, 5.0)])
+    assert right == {"exact": 1.0, "f1": 1.0, "best_f1": 1.0, "best_f1_threshold": -10.0}
+    wrong = scored(data, [(0, 0, 0, 5.0), (1, first, last, 5.0)])
+    assert wrong == {"exact": 0.0, "f1": 0.0, "best_f1": 0.5, "best_f1_threshold": -11.0}
     answerable = questions("train", squad(tmp_path / "b.json", qas[0]), seq_len=160, val_fraction=0)
     assert scored(answerable, [(0, 0, 0, 9.0), (0, first, last, 5.0)])["exact"] == 1.0
+
+
+@pytest.mark.parametrize(("threshold", "exact"), [(0.0, 0.5), (2.0, 1.0), (-8.0, 0.5)])
+def test_a_threshold_decides_how_doubtful_an_answer_may_be(tmp_path, threshold, exact):
+    qas = [asked("1", "When?", "1902"), asked("2", "Which king?")]
+    data = questions("train", squad(tmp_path / "a.json", *qas), seq_len=160, val_fraction=0, null_threshold=threshold)
+    first, last = data[0]["labels"].tolist()[:2]
+    # Of no answer: 1 point above the right span of the first question, 4 above that of the second.
+    found = scored(data, [(0, first, last, 2.0), (0, 0, 0, 2.5), (1, first, last, 2.0), (1, 0, 0, 4.0)])
+    assert found["exact"] == exact
+    assert (found["best_f1"], found["best_f1_threshold"]) == (1.0, 1.0)
+
+
+def test_several_answers_are_ranked_with_their_shares(tmp_path):
+    qas = [asked("1", "When?", "1902"), asked("2", "Which king?")]
+    data = questions("train", squad(tmp_path / "a.json", *qas), seq_len=160, val_fraction=0, n_best=3)
+    logits = torch.full((2, data.seq_len, 2), -9.0)
+    right, king = data[0]["labels"].tolist()[:2], data[0]["labels"][2].item()
+    logits[0, right[0], 0] = logits[0, right[1], 1] = 4.0
+    logits[0, king, 0] = logits[0, king, 1] = 3.0
+    logits[1, 0] = 5.0
+    one, two = data.predictions(logits)
+    assert one["answer"] == one["best"][0]["answer"] == "1902"
+    assert [best["answer"] for best in one["best"]][1] == "T"  # a span of one byte at the context's begin
+    assert one["best"][0]["probability"] == pytest.approx(torch.tensor([8.0, 6.0, -5.0]).softmax(0)[0].item(), abs=1e-5)
+    assert two["answer"] == two["best"][0]["answer"] == ""
+    assert two["no_answer"] == pytest.approx(10 + 18)
+    assert len(two["best"]) == 3
 
 
 def test_a_question_counts_once_all_its_windows_are_measured(tmp_path):
@@ -139,8 +169,8 @@ def test_a_question_counts_once_all_its_windows_are_measured(tmp_path):
     data = questions("train", squad(tmp_path / "a.json", *qas), seq_len=48, stride=20, val_fraction=0)
     metric, half = data.metrics["answers"], len(data) // 2
     rows = torch.zeros(len(data), 4).double()
-    rows[:, 1:3] = torch.stack([data[n]["labels"][2:] for n in range(len(data))])
-    rows[0, 0], rows[0, 1:3] = 1.0, torch.tensor(data[0]["labels"][:2].tolist())
+    rows[:, 2:] = torch.stack([data[n]["labels"][2:] for n in range(len(data))])
+    rows[0, 1], rows[0, 2:] = 1.0, torch.tensor(data[0]["labels"][:2].tolist())
     several = metric.combine(rows[: half + 1], torch.arange(half + 1))
     assert several == metric.combine(rows[:half], torch.arange(half))
 

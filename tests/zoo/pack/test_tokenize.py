@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import sysconfig
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 from command import COMMAND, ROOT, clean_environment, phalanx
 
@@ -109,7 +109,7 @@ def test_several_processes_write_the_same_bytes(tmp_path, tokenizer_file):
     words = ["tokenize", corpus, "--out", "two", "--tokenizer", tokenizer_file, "--workers", 2, "--shard-mb", 0.02]
     command = [*COMMAND, "data", *map(str, words)]
     environment = {**clean_environment(), "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
+    programs.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
     two = TokenManifest.read(tmp_path / "two")
     assert len(one.shards) > 2
     assert one.shards == two.shards

@@ -96,8 +96,8 @@ def _own_function(path: str) -> Callable[..., Any]:
     if not callable(function):
         raise UsageError(f"--algo {path} is {a_type(function)}, and a function of a tensor is expected")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = [one for one in inspect.signature(function).parameters.values() if one.kind in kinds]
-    return lambda *given: function(*given[: len(taken)])
+    positional = [parameter for parameter in inspect.signature(function).parameters.values() if parameter.kind in kinds]
+    return lambda *given: function(*given[: len(positional)])
 
 
 def _move_collective(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError, UsageError, a_type, unknown_name
+from phalanx.zoo.hub import HUB_HINT, on_disk
 from phalanx.zoo.models.hf.encoders import BERT, T5_LAYOUT
 from phalanx.zoo.models.hf.mapping import GPT2, LLAMA, HFMapping, TensorRule
 from phalanx.zoo.models.hf.model_folder import (
@@ -71,9 +72,9 @@ def load_pretrained(
 
     The model is built on the meta device and filled tensor by tensor: memory is needed for one copy only.
     """
-    path = Path(folder)
+    path = Path(on_disk(str(folder)))
     if not path.is_dir():
-        raise UsageError(f"'{path}' is not a folder.", hint="Give a local folder: nothing is downloaded.")
+        raise UsageError(f"'{path}' is not a folder.", hint=HUB_HINT)
     document = read_json(path / CONFIG)
     layout = _layout_named(str(document.get("model_type")))
     config = layout.config_from_hf(document)
@@ -195,7 +196,7 @@ def from_folder(path: Path, *, weights: bool | None = None, **options: Any) -> n
     Other options replace values of config.json.
     """
     if not path.exists():
-        raise UsageError(f"model = '{path}': there is nothing at that path")
+        raise UsageError(f"model = '{path}': there is nothing at that path", hint=HUB_HINT)
     folder, config_file = (path, path / CONFIG) if path.is_dir() else (path.parent, path)
     document = {**read_json(config_file), **options}
     stored = path.is_dir() and any((folder / name).exists() for name in (SINGLE, INDEX))

@@ -13,6 +13,7 @@ from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 _ARCHITECTURES = {
     "mlm": "BertForMaskedLM",
     "classify": "BertForSequenceClassification",
+    "regress": "BertForSequenceClassification",
     "qa": "BertForQuestionAnswering",
 }
 
@@ -31,13 +32,16 @@ _BERT_NAMES = (
 
 
 def _bert_to_hf(config: BertConfig) -> dict[str, Any]:
-    labels = {"num_labels": config.classes} if config.task == "classify" else {}
+    labels: dict[str, dict[str, Any]] = {
+        "classify": {"num_labels": config.classes},
+        "regress": {"num_labels": 1, "problem_type": "regression"},
+    }
     return {
         **written(config, _BERT_NAMES),
         "hidden_act": "gelu",
         "attention_probs_dropout_prob": config.dropout,
         "tie_word_embeddings": True,
-        **labels,
+        **labels.get(config.task, {}),
     }
 
 
@@ -54,6 +58,8 @@ def _bert_from_hf(config: Mapping[str, Any]) -> BertConfig:
     named = (config.get("architectures") or ["BertForMaskedLM"])[0]
     task = next((task for task, name in _ARCHITECTURES.items() if name == named), "mlm")
     classes = config.get("num_labels") or len(config.get("id2label") or ()) or 2
+    if task == "classify" and classes == 1:  # which transformers trains by the squared error
+        return BertConfig(task="regress", **read(config, _BERT_NAMES))
     return BertConfig(task=task, classes=classes, **read(config, _BERT_NAMES))
 
 
@@ -73,6 +79,7 @@ _HEADS = {
         "head.norm": "cls.predictions.transform.LayerNorm",
     },
     "classify": {"head.pool": "bert.pooler.dense", "head.output": "classifier"},
+    "regress": {"head.pool": "bert.pooler.dense", "head.output": "classifier"},
     "qa": {"head": "qa_outputs"},
 }
 
