@@ -16,10 +16,17 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from phalanx.launch.membership import beat_seconds
 from phalanx.tools.svg import COLORS, Axis, Plot, write_picture
 
 _CELL = (460, 320)
 _EVENTS = ("start", "a lost rank", "a lost node", "64 nodes at once", "the leader", "a rack of 64 more", "the end")
+_DRAWN = {name: name for name in _EVENTS[:3]} | {
+    "64 nodes at once": "64 at once",
+    "the leader": "the leader",
+    "a rack of 64 more": "a rack more",
+}
+"""The events of the picture, and their names in its legend."""
 _RIVAL, _OURS = "torchrun c10d", "Phalanx"
 _KEEP_ALIVE_SECONDS = 5.0
 _HEARTBEAT_BYTES = 100
@@ -62,14 +69,14 @@ def _quiet(rows: Rows) -> Rows:
 
 
 def _events(rows: Rows, key: str) -> str:
-    lines = {what: [(row["nodes"], row[key]) for row in rows if row["what"] == what] for what in _EVENTS}
+    lines = {name: [(row["nodes"], row[key]) for row in rows if row["what"] == what] for what, name in _DRAWN.items()}
     return _chart(_COLUMNS[key][0], lines)
 
 
 def _beside_torchrun(rows: Rows) -> str:
-    nodes = [row["nodes"] for row in _quiet(rows)]
-    ours = [(row["nodes"], row["heartbeats per second"] * _HEARTBEAT_BYTES / 1e6) for row in _quiet(rows)]
-    theirs = [(count, c10d_bytes_per_second(count) / 1e6) for count in nodes]
+    sizes = sorted({row["nodes"] for row in rows})
+    ours = [(nodes, nodes / beat_seconds(nodes) * _HEARTBEAT_BYTES / 1e6) for nodes in sizes]
+    theirs = [(nodes, c10d_bytes_per_second(nodes) / 1e6) for nodes in sizes]
     return _chart("quiet: MB per second at the store", {_OURS: ours, _RIVAL: theirs})
 
 
@@ -78,7 +85,7 @@ def _chart(name: str, lines: Mapping[str, list[tuple[int, float]]]) -> str:
     low, high = min(y for _, y in points), max(y for _, y in points)
     x = Axis("nodes", min(x for x, _ in points) / 1.2, max(x for x, _ in points) * 1.2, log=True)
     plot = Plot(x, Axis(name, max(low, 0.005) / 1.5, high * 1.5, log=True), _CELL)
-    colors = dict(zip((*_EVENTS, _OURS, _RIVAL), COLORS, strict=False))
+    colors = dict(zip((*_DRAWN.values(), _OURS, _RIVAL), COLORS, strict=False))
     for what, line in lines.items():
         line = [(nodes, max(y, 0.005)) for nodes, y in line]
         plot.line(line, colors[what], what)
@@ -106,7 +113,7 @@ def main() -> None:
 
     charts = [_events(rows, "decided"), _events(rows, "cpu"), _events(rows, "megabytes"), _beside_torchrun(rows)]
     title = "Launchers of 8 ranks each, simulated: what an event costs the node that leads"
-    write_picture(sys.argv[2], title, charts, _CELL, (*_EVENTS, _OURS, _RIVAL))
+    write_picture(sys.argv[2], title, charts, _CELL, (*_DRAWN.values(), _OURS, _RIVAL))
     print(table(rows))
     for row in _quiet(rows):
         rival = c10d_bytes_per_second(row["nodes"]) / 1e6
