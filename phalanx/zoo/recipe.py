@@ -215,10 +215,10 @@ def recipe_loss(recipe: Recipe, model: nn.Module) -> Any:
 def _made_loss(name: str, options: dict[str, Any]) -> Any:
     """Return a loss by name or import path; options are given to its class, or with every call of a function."""
     loss: Any = load_import(name, "loss") if is_import_path(name) else find_loss(name)
-    if not options:
-        return loss
     if inspect.isclass(loss):
         return call_with(loss, options, f"loss '{name}'")
+    if not options:
+        return loss
     parameters = list(inspect.signature(loss).parameters)[2:]
     for option in options:
         if option not in parameters:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.simulation.history import failure_of, run_seeds, shrink
 from tests.simulation.plan import draw
-from tests.simulation.progress import Progress, commit
+from tests.simulation.progress import Progress
 
 
 def main() -> int:
@@ -41,7 +41,7 @@ def main() -> int:
     run_seeds(progress, arguments.nodes, arguments.seconds)
     for seed, text in progress.failed.items():
         print(f"seed {seed}: {text}"[:300])
-    cost = f"{progress.cpu_seconds:.1f} s of CPU time, commit {commit()}"
+    cost = f"{progress.cpu_seconds:.1f} s of CPU time, commit {progress.commit}"
     print(f"{progress.done} of {count} histories, {len(progress.failed)} failed, {cost}")
     return int(bool(progress.failed))
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -136,16 +137,15 @@ class Launcher:
 
     def guard(self, call: Callable[[], None]) -> Callable[[], None]:
         """Return a call that happens while the process lives, and after a pause of its machine."""
+        return functools.partial(self._call, call)
 
-        def guarded() -> None:
-            if not self.alive:
-                return
-            if self.paused_since is not None:
-                self._deferred.append(guarded)
-            else:
-                call()
-
-        return guarded
+    def _call(self, call: Callable[[], None]) -> None:
+        if not self.alive:
+            return
+        if self.paused_since is not None:
+            self._deferred.append(self.guard(call))
+        else:
+            call()
 
     def pause(self) -> None:
         """Let the machine stand still."""
@@ -494,7 +494,7 @@ class Launcher:
 
     def _tick_agent(self) -> None:
         self.look_around()
-        seconds = _AGENT_SECONDS * self.plan.coarseness
+        seconds = _AGENT_SECONDS * (1.0 if self.leads else self.plan.coarseness)
         self.clock.later(seconds * self.cluster.rng.uniform(0.9, 1.1), self.guard(self._tick_agent))
 
     def _look_soon(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from typing import Any
 
@@ -54,7 +55,7 @@ class Plan:
     coarseness: float = 1.0
     """Multiplier on the periods in which launchers look around, for very many of them."""
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """The numbers of ranks that the run may have."""
         most = self.nodes * self.ranks_per_node

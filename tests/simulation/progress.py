@@ -9,14 +9,15 @@ import subprocess
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-_SIMULATED = ("phalanx/launch", "phalanx/recovery", "tests/simulation")
-"""What decides about a history; the result of a seed does not depend on other code."""
+_SIMULATOR = ("cluster", "history", "invariants", "launcher", "network", "plan", "ranks")
 
 
 def code() -> str:
-    """Return a name of the code that runs in the simulation: another one if a line of it has changed."""
+    """Return a name of the code that decides about a history: another one if a line of it has changed."""
     digest = hashlib.sha256()
-    for path in sorted(path for folder in _SIMULATED for path in (_ROOT / folder).rglob("*.py")):
+    files = [path for folder in ("launch", "recovery") for path in (_ROOT / "phalanx" / folder).rglob("*.py")]
+    files += [Path(__file__).with_name(f"{name}.py") for name in _SIMULATOR]
+    for path in sorted(files):
         digest.update(f"{path.relative_to(_ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -33,6 +34,7 @@ class Progress:
     def __init__(self, seeds: range, most_nodes: int, path: Path | None = None) -> None:
         self._path = path
         self._run = {"first": seeds.start, "nodes": most_nodes, "code": code()}
+        self.commit = commit()
         self.done = 0
         self.cpu_seconds = 0.0
         self.failed: dict[int, str] = {}
@@ -57,5 +59,5 @@ class Progress:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         facts = {"done": self.done, "cpu_seconds": round(self.cpu_seconds, 1), "failed": self.failed}
         new = self._path.with_suffix(".new")
-        new.write_text(json.dumps({"run": self._run, "commit": commit(), **facts}, indent=1))
+        new.write_text(json.dumps({"run": self._run, "commit": self.commit, **facts}, indent=1))
         os.replace(new, self._path)

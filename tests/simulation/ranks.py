@@ -48,17 +48,17 @@ class Rank:
 
     def say(self, message: Wire) -> None:
         """Send a message to the launcher."""
-        self.note(f"says {message}")
+        self.note("says", message)
         self.cluster.clock.later(self.cluster.brief(), lambda: self.launcher.on_rank_message(self, message))
 
-    def note(self, text: str) -> None:
+    def note(self, what: str, *message: Wire) -> None:
         """Add a line to a detailed history."""
         if self.cluster.detailed:
-            self.launcher.note(f"  {self.key} {text}"[:200])
+            self.launcher.note(" ".join(map(str, [f"  {self.key}", what, *message]))[:200])
 
     def on_order(self, order: Wire) -> None:
         """Obey the launcher."""
-        self.note(f"gets {order}")
+        self.note("gets", order)
         if not self.alive:
             return
         if isinstance(order, Abort):

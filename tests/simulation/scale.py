@@ -25,6 +25,7 @@ from phalanx.launch import membership
 from phalanx.launch.environment import NodeInfo
 from phalanx.recovery.launcher import node, protocol, view
 from phalanx.recovery.launcher.view import GroupView
+from phalanx.recovery.messages import FromRank, Orders
 from tests.simulation.cluster import Cluster
 from tests.simulation.launcher import Launcher
 from tests.simulation.plan import Plan
@@ -34,6 +35,7 @@ _SILENCE = 10.0
 _LINK_SECONDS = 0.3
 """How often neighbours ask each other."""
 _RACK = 64
+_SETTLED_SECONDS = 6.0
 _REMEMBERED = 32
 """How many results of a function are kept for the other nodes."""
 
@@ -89,6 +91,7 @@ class ManyNodes(Cluster):
         self._machines_of: tuple[Any, list[Any]] = (None, [])
         self._entries: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._leading: Launcher | None = None
+        self._sizes: dict[tuple[Any, ...], int] = {}
         self.cpu = 0.0
         self.only: tuple[str, ...] = ()
         """The events to measure; none: all."""
@@ -128,10 +131,21 @@ class ManyNodes(Cluster):
         return actions
 
     def size(self, mails: Any) -> int:
-        """Return the bytes of mail; a long batch is estimated from its first messages."""
-        if isinstance(mails, list) and len(mails) > 4:
-            return super().size(mails[:4]) * len(mails) // 4
-        return super().size(mails)
+        """Return the bytes of mail; reports of ranks and orders have the size of the first one of their kind."""
+        return sum(map(self._size_of, mails))
+
+    def _size_of(self, mail: Any) -> int:
+        wire = (mail[1] if isinstance(mail, tuple) else mail).get("wire")
+        kind: tuple[Any, ...]
+        if isinstance(wire, FromRank):
+            kind = (type(wire.message),)
+        elif isinstance(wire, Orders):
+            kind = (len(wire.orders), type(wire.orders[0][1]), type(wire.orders[-1][1]))
+        else:
+            return super().size(mail)
+        if kind not in self._sizes:
+            self._sizes[kind] = super().size(mail)
+        return self._sizes[kind]
 
     def on_death(self, launcher: Launcher) -> None:
         """Let neighbours, and those that read in its store, notice that a launcher has ended."""
@@ -182,10 +196,17 @@ class ManyNodes(Cluster):
         leading = None if self._leading is None else self._leading.node
         return leading is not None and leading.group is not None and leading.group.is_settled
 
-    def measure(self, what: str, cause: Callable[[], None], decided: Callable[[], bool], limit: float = 300.0) -> None:
-        """Let something happen; note when it is decided and when all train again, and what it costs."""
+    def measure(
+        self, what: str, cause: Callable[[], None], decided: Callable[[], bool], limit: float = 300.0, every: int = 64
+    ) -> None:
+        """Let something happen; note when it is decided and when all train again, and what it costs.
+
+        `every`: after how many events it is looked at.
+        """
         if self.only and what not in self.only:
             return
+        if self._leading is not None:  # the last event is over for all
+            self.clock.run(self.clock.now + _SETTLED_SECONDS)
         self.sent.clear(), self.received.clear(), self.bytes.clear()
         self.cpu, began = 0.0, self.clock.now
         real = time.process_time()
@@ -194,12 +215,12 @@ class ManyNodes(Cluster):
         seen = [-1]
 
         def look() -> bool:
-            due = self.clock.handled % 64 == 0
+            due = self.clock.handled % every == 0
             if not at and (due or len(self.decisions) != seen[0]):
                 seen[0] = len(self.decisions)
                 if decided():
                     at.append(self.clock.now)
-            return bool(at) and (self.is_over() or (due and self.is_training()))
+            return bool(at) and due and (self.is_over() or self.is_training())
 
         self.clock.run(began + limit, look)
         busiest = max(
@@ -233,7 +254,7 @@ def run(nodes: int, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         max_restarts=1_000,
         silence=_SILENCE,
         process_seconds=(3.0, 5.0),
-        coarseness=5.0,
+        coarseness=10.0,
     )
     cluster = ManyNodes(plan)
     cluster.only = only
@@ -247,20 +268,13 @@ def run(nodes: int, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         return lambda: sum(1 for decision in cluster.decisions if decision[0] == kind) > before
 
     cluster.measure("start", lambda: None, lambda: any(one.node is not None for one in cluster.processes), limit=600.0)
-    cluster.clock.run(cluster.clock.now + 7.0)
     rank = next(iter(cluster.processes[nodes // 2].ranks.values()))
     cluster.measure("a lost rank", lambda: rank.exit(-9), decisions("replace"))
-    cluster.clock.run(cluster.clock.now + 7.0)
     cluster.measure("a lost node", cluster.processes[nodes // 3].kill, lost(1))
-    cluster.clock.run(cluster.clock.now + 7.0)
     cluster.measure("64 nodes at once", lambda: _each(cluster.neighbours(nodes * 5 // 8), Launcher.kill), lost(_RACK))
-    cluster.clock.run(cluster.clock.now + 7.0)
     cluster.measure("a node without power", lambda: cluster.cut_power(cluster.neighbours(nodes // 5)[:1]), lost(1))
-    cluster.clock.run(cluster.clock.now + 7.0)
     cluster.measure("64 without power", lambda: cluster.cut_power(cluster.neighbours(nodes // 3)), lost(_RACK))
-    cluster.clock.run(cluster.clock.now + 7.0)
     cluster.measure("the leader", cluster.leader.kill, decisions("leads"))
-    cluster.clock.run(cluster.clock.now + 7.0)
     machines = [0, *range(nodes, nodes + _RACK - 1)]  # the first node is started again: the others meet there
     before = len(cluster.leader.nodes)
     cluster.measure(
@@ -277,7 +291,7 @@ def run(nodes: int, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     cluster.rows.append(row)
     print(json.dumps(row), flush=True)
 
-    cluster.measure("the end", cluster.finish, cluster.is_over, limit=60.0)
+    cluster.measure("the end", cluster.finish, cluster.is_over, limit=60.0, every=1)
     print(
         json.dumps(
             {"nodes": nodes, "simulator MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "most": most}
@@ -303,6 +317,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     arguments = parser.parse_args()
     share_lists()
+    gc.set_threshold(200_000, 20, 100)  # millions of objects that live on: not looked through again and again
     rows = [row for nodes in arguments.nodes for row in run(nodes, tuple(arguments.only))]
     if arguments.output:
         arguments.output.write_text(json.dumps(rows, indent=1))

@@ -177,6 +177,8 @@ class Node:
 
     def _collect(self) -> None:
         """Add what the group has decided: orders to the ranks of one node go in one message."""
+        if self.group is None or not self.group.actions:
+            return
         orders: defaultdict[str, list[tuple[str, Wire]]] = defaultdict(list)
         while self.group is not None and self.group.actions:
             decided, self.group.actions = self.group.actions, []
@@ -498,7 +500,10 @@ class Node:
         self._report(self._hello())
 
     def _hello(self) -> Hello:
-        return Hello(self._facts(), self.view.term, self.view.version, tuple(self.view.recent[-_KNOWN_CHANGES:]))
+        recent = self.view.recent[-_KNOWN_CHANGES:]
+        # A node that came late has got the whole view once: the others know it in parts.
+        changes = tuple(change for change in recent if not change.whole or change is recent[-1])
+        return Hello(self._facts(), self.view.term, self.view.version, changes)
 
     def _on_hello(self, sender: str, message: Hello) -> None:
         takeover = self._takeover
