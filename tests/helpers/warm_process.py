@@ -59,7 +59,7 @@ def main() -> NoReturn:
 
 def serve(control: socket.socket, settings: dict[str, str]) -> NoReturn:
     """Fork programs until the other end closes."""
-    imported = {name for name in sys.modules if "." not in name}
+    imported = {name for name in sys.modules if "." not in name} - {"__main__"}
     while (received := messages.receive(control)) is not None:
         request, (link, *given) = received
         if not _hides_module(request, imported):
@@ -170,7 +170,7 @@ def _set_up(request: messages.Message, given: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    _open_streams("PYTHONUNBUFFERED" in os.environ)
+    _open_streams(bool(os.environ.get("PYTHONUNBUFFERED")))
     sys.path[:0] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     importlib.invalidate_caches()
     # The rest was fixed by imports.
@@ -196,7 +196,7 @@ def _open_streams(unbuffered: bool) -> None:
         )
         stream.buffer.raw.name = f"<{name}>"  # type: ignore[attr-defined]
         if unbuffered and number:
-            stream.reconfigure(write_through=True)
+            stream.reconfigure(line_buffering=False, write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
