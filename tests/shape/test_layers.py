@@ -10,7 +10,17 @@ from collections import defaultdict
 from importlib import import_module
 
 import pytest
-from package_tree import PACKAGE, circles, imports, modules, named_in_texts, parsed, room
+from package_tree import (
+    PACKAGE,
+    circles,
+    imports,
+    imports_in_functions,
+    loads,
+    modules,
+    named_in_texts,
+    parsed,
+    room,
+)
 
 from phalanx.features import FEATURES
 
@@ -179,6 +189,17 @@ def test_no_two_packages_import_each_other():
 def test_no_circles():
     """Of all imports, those inside functions too: what two modules share is in a third one below them."""
     assert circles(types=False, functions=True) == []
+
+
+def test_an_import_inside_a_function_spares_loading_something():
+    """Where the module has loaded everything already, the import belongs at the top."""
+    habits = [
+        f"{named(name)}:{line}: {', '.join(sorted(targets))}"
+        for name in modules()
+        for line, targets in imports_in_functions(name)
+        if set().union(*map(loads, targets)) <= loads(name)
+    ]
+    assert not habits, "\n".join(habits)
 
 
 def test_circles_of_types_are_listed():
