@@ -52,12 +52,12 @@ from phalanx.recovery.launcher.view import GroupView, came_or_went
 from phalanx.recovery.messages import (
     End,
     FinishedRank,
-    Formation,
     FromRank,
     Hello,
     LateRank,
     LeftOut,
     LostRank,
+    NextGroup,
     NodeEnded,
     NodeView,
     Orders,
@@ -77,7 +77,7 @@ _KNOWN_CHANGES = 4
 """How many changes of the view a node reports to a leader that takes over."""
 
 
-_ORDERS = (Formation, Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
+_ORDERS = (NextGroup, Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
 """What the node that leads sends to the others: of any other one it is not obeyed."""
 
 
@@ -107,7 +107,7 @@ class Node:
         self._members = set() if late else set(self.here)
         """The ranks of this node that are in the present group."""
         self._formed_at = now
-        self._formation: Position | None = None
+        self._next_group: Position | None = None
         """What the positions of all ranks in the next group have in common."""
         self._late: set[str] = set()
         self._ended: set[str] = set()
@@ -142,7 +142,7 @@ class Node:
             NodeEnded: self._on_node_ended,
             Hello: self._on_hello,
             ResizeAsked: self._on_resize_asked,
-            Formation: self._on_formation,
+            NextGroup: self._on_next_group,
             Orders: self._on_orders,
             StartRanks: self._on_start_ranks,
             LateRank: self._on_late_rank,
@@ -193,7 +193,7 @@ class Node:
                     self._actions.append(action)
         positions = (order for of_node in orders.values() for _, order in of_node if isinstance(order, Position))
         if (position := next(positions, None)) is not None:
-            self._send(ALL, Formation(position))
+            self._send(ALL, NextGroup(position))
         for node, of_node in orders.items():
             if node == self.own:
                 self._on_orders(node, Orders(tuple(of_node)))
@@ -407,14 +407,14 @@ class Node:
     def _on_orders(self, sender: str, message: Orders) -> None:
         for key, order in message.orders:
             if isinstance(order, Place):
-                assert self._formation is not None, "it comes first"
-                order = dataclasses.replace(self._formation, **vars(order))
+                assert self._next_group is not None, "it comes first"
+                order = dataclasses.replace(self._next_group, **vars(order))
             if (rank := self.here.get(key)) is not None:
                 self._note_order(rank, order)
             self._actions.append(Deliver(key, order))
 
-    def _on_formation(self, sender: str, message: Formation) -> None:
-        self._formation = message.position
+    def _on_next_group(self, sender: str, message: NextGroup) -> None:
+        self._next_group = message.position
 
     def _note_order(self, rank: Rank, order: Wire) -> None:
         if isinstance(order, Position):
