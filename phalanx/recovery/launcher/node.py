@@ -58,6 +58,7 @@ from phalanx.recovery.messages import (
     LateRank,
     LeftOut,
     LostRank,
+    NextGroup,
     NodeEnded,
     NodeView,
     Orders,
