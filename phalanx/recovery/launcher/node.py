@@ -58,7 +58,6 @@ from phalanx.recovery.messages import (
     LateRank,
     LeftOut,
     LostRank,
-    NextGroup,
     NodeEnded,
     NodeView,
     Orders,
