@@ -19,7 +19,8 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         if name not in homes:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         module = import_module(homes[name], package)
-        value = getattr(module, name, module)
+        is_module = homes[name].rpartition(".")[2] == name and not hasattr(module, name)
+        value = module if is_module else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

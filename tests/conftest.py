@@ -147,7 +147,6 @@ def fork_server() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PRELOAD, _FOR_RANKS)
-        patch.setattr(client, "subprocess", programs)
         client.prestart()
         yield
     client.shutdown()
@@ -184,9 +183,12 @@ def _own_temp_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_programs(_own_temp_dir: None) -> Iterator[None]:
-    """Fork programs that tests start from one process, which begins with the first of them."""
+    """Fork programs and fork servers from one process, which begins with the first of them."""
     programs.prepare()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "subprocess", programs)
+        yield
+    client.shutdown()
     programs.end()
 
 

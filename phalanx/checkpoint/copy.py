@@ -187,10 +187,10 @@ def _copy_rank_files(source: Checkpoint, draft: Draft) -> None:
 
 
 def _index_of(index: Index, layouts: list[FileLayout], records: dict[str, FileRecord]) -> Index:
-    tensors = {name: StoredTensor(one.shape, one.dtype, []) for name, one in index.tensors.items()}
+    tensors = {name: StoredTensor(tensor.shape, tensor.dtype, []) for name, tensor in index.tensors.items()}
     for rank, layout in enumerate(layouts):
         for piece in layout.pieces:
             tensors[piece.name].parts.append(Part(piece.offsets, piece.sizes, shard_name(rank), piece.start))
-    used = {part.file for one in tensors.values() for part in one.parts}
+    used = {part.file for tensor in tensors.values() for part in tensor.parts}
     leaves = {name: records[name].cut() for name in sorted(used)}
     return Index(tensors, index.objects, leaves)

@@ -167,7 +167,9 @@ def find_best(directory: Path | str) -> Best | None:
         return None
     newest = checkpoints[0].manifest
     through = {run["run_id"]: run["step"] for run in newest.lineage} | {newest.run_id: newest.step}
-    return latest_mark(one.path for one in checkpoints if one.step <= through.get(one.manifest.run_id, -1))
+    return latest_mark(
+        checkpoint.path for checkpoint in checkpoints if checkpoint.step <= through.get(checkpoint.manifest.run_id, -1)
+    )
 
 
 def choose(path: Path | str, *, required: bool = False, run_id: str | None = None, deep: bool = True) -> Choice:

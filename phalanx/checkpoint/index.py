@@ -95,8 +95,12 @@ class Index:
             "chunk_folder": self.chunk_folder,
             "objects": self.objects,
             "tensors": {
-                name: [one.dtype, one.shape, [[p.offsets, p.sizes, number[p.file], p.start] for p in one.parts]]
-                for name, one in self.tensors.items()
+                name: [
+                    tensor.dtype,
+                    tensor.shape,
+                    [[p.offsets, p.sizes, number[p.file], p.start] for p in tensor.parts],
+                ]
+                for name, tensor in self.tensors.items()
             },
         }
         return json.dumps(body, separators=(",", ":")).encode()

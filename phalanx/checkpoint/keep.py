@@ -79,7 +79,7 @@ def keep_newest(
             continue  # another run that shares the directory has removed it
         except OSError as error:
             notes.append(f"{checkpoint.path} is beyond keep_last and cannot be removed: {error.strerror}")
-    if any(one.kind == "incremental" for one in stamps):
+    if any(stamp.kind == "incremental" for stamp in stamps):
         notes += remove_unused_chunks(published.path.parent, {chunks.folder_of(run_id) for run_id in run_ids})
     return notes
 

@@ -206,16 +206,18 @@ def _shape_of(name: str, value: Any) -> Any:
 def full_layout(index: Index) -> FileLayout:
     """Return the layout of one file with every tensor whole."""
     pieces = (
-        Extent(name, (0,) * len(one.shape), one.shape, one.torch_dtype, whole=True)
-        for name, one in index.tensors.items()
+        Extent(name, (0,) * len(tensor.shape), tensor.shape, tensor.torch_dtype, whole=True)
+        for name, tensor in index.tensors.items()
     )
     return lay_out(pieces)
 
 
 def model_tensors(index: Index) -> dict[str, StoredTensor]:
     """Return the tensors under "model" by canonical name; names of other models begin with "model1."."""
-    of_models = {n: one for n, one in index.tensors.items() if n.partition(".")[0].rstrip("0123456789") == "model"}
-    return {name.removeprefix("model."): one for name, one in of_models.items() if "." in name}
+    of_models = {
+        n: tensor for n, tensor in index.tensors.items() if n.partition(".")[0].rstrip("0123456789") == "model"
+    }
+    return {name.removeprefix("model."): tensor for name, tensor in of_models.items() if "." in name}
 
 
 class Staging:

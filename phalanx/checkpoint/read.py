@@ -127,7 +127,7 @@ def plan_reads(
             f"rank {collectives.rank()} could not read {where}: {type(error).__name__}: {error}",
             hint="Resume with the model, optimizer and strategy that the checkpoint was saved with.",
         ) from error
-    parts = {(name, part.offsets): part for name, one in index.tensors.items() for part in one.parts}
+    parts = {(name, part.offsets): part for name, tensor in index.tensors.items() for part in tensor.parts}
     boxes: list[Box] = []
     values: dict[int, dict[str, Any]] = {}
     for item in items:
@@ -154,7 +154,7 @@ def entries(checkpoint: Checkpoint) -> set[str]:
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     """Return the whole shape and the dtype of every tensor of a checkpoint, by its flat name: "model.head.weight"."""
-    return {name: TensorInfo(one.shape, one.dtype) for name, one in read_index(checkpoint).tensors.items()}
+    return {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in read_index(checkpoint).tensors.items()}
 
 
 def _loaded(checkpoint: Checkpoint, *, with_lost_ranks: bool) -> LoadedState:

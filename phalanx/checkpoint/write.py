@@ -314,7 +314,7 @@ class _Job(threading.Thread):
                 step=snapshot.step,
                 epoch=snapshot.epoch,
                 shared=snapshot.shared,
-                tensors={n: TensorInfo(one.shape, one.dtype) for n, one in model_tensors(index).items()},
+                tensors={n: TensorInfo(tensor.shape, tensor.dtype) for n, tensor in model_tensors(index).items()},
                 world_size=self._ranks,
                 torch_version=torch.__version__,
                 phalanx_version=__version__,
@@ -357,8 +357,8 @@ class _Job(threading.Thread):
         leaves = {name: records[name].cut() for name in written.values() if name in records}
         tensors = self._index.tensors
         if FULL in leaves:
-            moved = {n: [part._replace(file=FULL) for part in one.parts] for n, one in tensors.items()}
-            tensors = {n: dataclasses.replace(one, parts=moved[n]) for n, one in tensors.items()}
+            moved = {n: [part._replace(file=FULL) for part in tensor.parts] for n, tensor in tensors.items()}
+            tensors = {n: dataclasses.replace(tensor, parts=moved[n]) for n, tensor in tensors.items()}
         return dataclasses.replace(self._index, tensors=tensors, leaves=leaves)
 
     def _data_name(self, rank: int) -> str:
@@ -367,7 +367,7 @@ class _Job(threading.Thread):
     def _publication_time(self) -> float:
         """Return a time that is later than those of all present checkpoints, also where this clock is behind."""
         present = read_stamps(self._request.directory, self._saver._stamps)
-        return max([time.time(), *(one.published_at + _MOMENT_SECONDS for one in present)])
+        return max([time.time(), *(stamp.published_at + _MOMENT_SECONDS for stamp in present)])
 
     def _post(self, name: str, message: dict[str, Any]) -> None:
         if self._store is not None:

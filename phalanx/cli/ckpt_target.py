@@ -53,11 +53,11 @@ def open_checkpoint(argument: str) -> Checkpoint:
     if not checkpoints:
         raise unreadable[0][1]
     which = match["which"] if match else "last"
-    best = latest_mark(one.path for one in checkpoints) if which == "best" else None
-    for one in checkpoints:
-        if which == "last" or str(one.step) == which or (best is not None and one.path == best.path):
-            return one
-    names = ", ".join(str(one.step) for one in checkpoints)
+    best = latest_mark(checkpoint.path for checkpoint in checkpoints) if which == "best" else None
+    for checkpoint in checkpoints:
+        if which == "last" or str(checkpoint.step) == which or (best is not None and checkpoint.path == best.path):
+            return checkpoint
+    names = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
     raise UsageError(f"{path} has no checkpoint '{which}'; it has those of step {names}")
 
 

@@ -90,7 +90,7 @@ class Position(Wire):
 
 @dataclass(frozen=True)
 class Place(Wire):
-    """What of a `Position` differs between the ranks of a group; the rest is sent once, before it (`NextGroup`)."""
+    """What of a `Position` differs between ranks of a group; the rest is sent once, before it (`CommonPosition`)."""
 
     rank: int
     local_rank: int
@@ -220,7 +220,7 @@ class Orders(Wire):
 
 
 @dataclass(frozen=True)
-class NextGroup(Wire):
+class CommonPosition(Wire):
     """The next group, as the positions of all its ranks describe it: for 131,072 ranks one list of those lost."""
 
     position: Position

@@ -1,7 +1,7 @@
 """Start from the weights of another model: a run, a Hugging Face folder, or a file; a new task gets a new head.
 
-`[model] pretrained = "..."` works with every reference model. The shape is that of the source; tensors of the same name
-and shape are taken, the others are drawn, and the log names them.
+`[model] pretrained = "..."` works with every reference model. The shape is that of the source, or of the recipe for a
+file of weights; tensors of the same name and shape are taken, the others are drawn, and the log names them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from torch import nn
 from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.errors import CheckpointError, UsageError, a_type
 from phalanx.recipes import Recipe
+from phalanx.recipes.imports import unknown_option
 from phalanx.run.stored import StoredRun
 from phalanx.run.weights import load_weights, read_weights
 from phalanx.zoo.data import takes
 from phalanx.zoo.hub import HUB_HINT, on_disk
 from phalanx.zoo.models.hf import new_like
 from phalanx.zoo.models.hf.model_folder import CONFIG
-from phalanx.zoo.models.registry import build, module_of
+from phalanx.zoo.models.image_weights import own_names, timm_file, timm_note
+from phalanx.zoo.models.registry import build, build_options, module_of
 
-_OWN = ("task", "classes", "dropout")
+_OWN = ("task", "classes", "dropout", "drop_path")
 """Options that are those of the new model; all others are the shape of the source."""
 _TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json")
 _LEAST = 0.5
@@ -38,22 +40,27 @@ def build_pretrained(name: str, *, pretrained: str, weights: bool = True, **opti
     `weights`: False for the shape alone. What was taken is the model's attribute `weights_note`.
     """
     source = on_disk(pretrained)
+    for key in options:
+        if key not in (known := build_options(name)):
+            raise unknown_option(f"model '{name}'", key, known)
     of_shape = {key: value for key, value in options.items() if key in _OWN}
     path = Path(str(source))
     state: Mapping[str, Any]
-    if (path / CONFIG).is_file():
+    file = timm_file(path, CONFIG) if (path / CONFIG).is_file() else path if path.is_file() else None
+    if file is not None:
+        of_shape, model = options, build(name, **options)
+        state = own_names(model, read_weights(file)) if weights else {}
+    elif (path / CONFIG).is_file():
         model, state = new_like(path, of_shape, weights=weights)
-    elif path.is_file():
-        of_shape, model, state = options, build(name, **options), read_weights(path) if weights else {}
     else:
         model, state = _like_run(path, of_shape, weights=weights)
     if type(model).__module__ != module_of(name):
         raise UsageError(f"model.pretrained = '{source}' holds {a_type(model)}, which is not a '{name}'")
     if weights:
         decided = [key for key in options if key not in of_shape]
-        model.weights_note = _fill(model, state, path) + (  # type: ignore[assignment]
-            f"; it decides on {', '.join(decided)}" if decided else ""
-        )
+        note = _fill(model, state, path) + (f"; it decides on {', '.join(decided)}" if decided else "")
+        is_timm = file is not None and file != path
+        model.weights_note = note + (timm_note(path, CONFIG) if is_timm else "")  # type: ignore[assignment]
     return model
 
 

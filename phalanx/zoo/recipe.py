@@ -28,7 +28,6 @@ from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
 from phalanx.zoo.models.registry import build, names
 from phalanx.zoo.recipe_parts import loss_options, recipe_parts
-from phalanx.zoo.scores import find_metric
 
 if TYPE_CHECKING:
     from phalanx.loop.running_trainer import RunningTrainer
@@ -175,7 +174,11 @@ def _is_large(recipe: Recipe, config: DistributedConfig) -> bool:
 
 def recipe_metrics(recipe: Recipe) -> dict[str, Any] | None:
     """Return the functions of the recipe's metrics by name (of a class, an object); None for the usual ones."""
-    return {name: find_metric(text, name) for name, text in recipe.metrics.items()} or None
+    if not recipe.metrics:
+        return None
+    from phalanx.zoo.scores import find_metric  # few runs need it
+
+    return {name: find_metric(text, name) for name, text in recipe.metrics.items()}
 
 
 def recipe_augment(recipe: Recipe, model: nn.Module, train: Any = None) -> Any:
@@ -215,10 +218,10 @@ def recipe_loss(recipe: Recipe, model: nn.Module) -> Any:
 def _made_loss(name: str, options: dict[str, Any]) -> Any:
     """Return a loss by name or import path; options are given to its class, or with every call of a function."""
     loss: Any = load_import(name, "loss") if is_import_path(name) else find_loss(name)
-    if not options:
-        return loss
     if inspect.isclass(loss):
         return call_with(loss, options, f"loss '{name}'")
+    if not options:
+        return loss
     parameters = list(inspect.signature(loss).parameters)[2:]
     for option in options:
         if option not in parameters:

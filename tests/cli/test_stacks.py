@@ -27,13 +27,17 @@ dist.all_reduce(torch.ones(4))
 """
 
 
+def here(folder):
+    return {"cwd": folder, "TMPDIR": str(folder)}
+
+
 def phalanx(*words, cwd):
-    return finish(start(*words, cwd=cwd, TMPDIR=str(cwd)))
+    return finish(start(*words, **here(cwd)))
 
 
 def test_stacks_are_shown_while_the_run_goes_on_and_after_it_was_stopped(tmp_path):
     script = write_script(tmp_path / "hang.py", SOURCE)
-    run = start("train", "--script", script, "--num-workers", 3, "--device", "cpu", cwd=tmp_path, TMPDIR=str(tmp_path))
+    run = start("train", "--script", script, "--num-workers", 3, "--device", "cpu", fresh=True, **here(tmp_path))
     try:
         while "ready" not in run.stdout.readline():
             assert run.poll() is None
@@ -63,7 +67,7 @@ def test_a_rank_that_waits_in_c_with_or_without_the_interpreter_lock_shows_its_m
         "while True: hold(60)",
     ]
     script = write_script(tmp_path / "lock.py", "\n".join(lines))
-    run = start("train", "--script", script, "--num-workers", 1, "--device", "cpu", cwd=tmp_path, TMPDIR=str(tmp_path))
+    run = start("train", "--script", script, "--num-workers", 1, "--device", "cpu", fresh=True, **here(tmp_path))
     try:
         while "ready" not in run.stdout.readline():
             assert run.poll() is None

@@ -409,9 +409,7 @@ def join_where_the_backend_fails(
     broken_ranks: tuple[int, ...], registered: bool, chosen: str | None = None
 ) -> tuple[str | None, float, list[str]]:
     rank = dist.get_rank()
-    dist.all_reduce(
-        torch.zeros(1)
-    )  # both have connected: a rank that leaves earlier breaks the other one's connections
+    dist.all_reduce(torch.zeros(1))  # both have joined: one that leaves earlier breaks the other's connections
     dist.destroy_process_group()
     if rank in broken_ranks:
         break_backend(registered=registered)

@@ -50,12 +50,14 @@ def answer(learner: Path) -> None:
 
 def test_the_list_needs_no_folder_and_no_torch(tmp_path):
     code = "import sys; from phalanx.cli import main; main(['learn']); assert 'torch' not in sys.modules"
-    listed = finish(python("-c", code, cwd=tmp_path))
-    assert listed.code == 0, listed.text
+    listed = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
+    )
+    assert listed.returncode == 0, listed.stderr
     for number in range(1, 5):
-        assert f"phase{number} " in listed.out
-    assert all(name in listed.out for name in LISTED)
-    assert "phalanx learn start phase1" in listed.out
+        assert f"phase{number} " in listed.stdout
+    assert all(name in listed.stdout for name in LISTED)
+    assert "phalanx learn start phase1" in listed.stdout
 
 
 def test_start_copies_and_overwrites_nothing(learner, capsys):

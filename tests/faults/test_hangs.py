@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -258,7 +259,7 @@ def test_a_link_that_is_cut_is_reported_with_its_ranks_and_the_line(tmp_path):
             words += ["--node-rank", str(number), "--rdzv-endpoint", f"{hosts[0].address}:29416", "--", "8", "100000"]
             variables = {"PYTHONPATH": str(ROOT), "TMPDIR": str(own), "PHALANX_RUN_DIR": str(tmp_path / f"run{number}")}
             launchers.append(
-                subprocess.Popen(
+                programs.Popen(
                     host.command(sys.executable, *words),
                     cwd=tmp_path,
                     env={**clean_environment(), **variables},

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from command import ROOT, clean_environment, phalanx
 from long_proofs import long_proof
@@ -45,7 +46,7 @@ def start(host: HostNamespace, node: int, endpoint: str, folder: Path) -> subpro
     words += ["--rdzv-endpoint", endpoint, "--run-dir", "run", "--profile", "steps=3:7", "ranks=0,1"]
     own = folder / f"tmp{node}"
     own.mkdir()
-    return subprocess.Popen(
+    return programs.Popen(
         host.command(sys.executable, "-m", "phalanx", *map(str, words)),
         cwd=folder,
         env={**clean_environment(), "PYTHONPATH": str(ROOT), "TMPDIR": str(own)},

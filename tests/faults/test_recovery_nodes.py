@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from command import ROOT, clean_environment
@@ -83,7 +85,7 @@ class Cluster:
             output = (self.folder / f"out{number}").open("a")
             own = self.folder / f"tmp{number}"  # what a killed launcher leaves is not looked for
             own.mkdir(exist_ok=True)
-            self.launchers[number] = subprocess.Popen(
+            self.launchers[number] = programs.Popen(
                 self.hosts[number].command(*words),
                 cwd=self.folder,
                 env={**self.env, "TMPDIR": str(own)},
@@ -110,7 +112,8 @@ class Cluster:
         """End everything on a host at once, as when the machine loses its power, but with the network up."""
         listed = subprocess.run(["ip", "netns", "pids", self.hosts[number].namespace], capture_output=True, text=True)
         for pid in listed.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended with its parent
+                os.kill(int(pid), signal.SIGKILL)
 
     def events(self, kind: str) -> list[dict]:
         found = []
@@ -221,8 +224,8 @@ def test_the_others_go_on_when_a_machine_loses_its_fork_server(cluster, quiet, l
     two = cluster(2, ranks=(2, 4))
     two.start(0, 1)
     two.wait_for_step(10)
-    children = Path(f"/proc/{two.launchers[lost].pid}/task/{two.launchers[lost].pid}/children").read_text()
-    os.kill(int(children.split()[0]), signal.SIGKILL)
+    [server] = [each for each in programs.started_by(two.launchers[lost]) if each.name() == "phalanx-fork"]
+    server.kill()
     assert two.launchers[lost].wait(timeout=240) == 1, two.outputs()
     two.end(1 - lost)
     assert "fork server" in (two.folder / f"out{lost}").read_text()
@@ -247,7 +250,7 @@ def test_an_address_is_that_of_a_card_though_the_name_maps_to_loopback():
     code = "from phalanx.host.addresses import own_address; print(own_address('machine0'))"
     with network(2) as hosts, named(hosts):
         for host in hosts:
-            answer = subprocess.run(
+            answer = programs.run(
                 host.command(sys.executable, "-c", code),
                 env={**clean_environment(), "PYTHONPATH": str(ROOT)},
                 capture_output=True,

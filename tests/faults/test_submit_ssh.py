@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
 from command import clean_environment
 from long_proofs import long_proof
@@ -39,7 +40,7 @@ def start(hosts: SshHosts, tmp_path):
         environment = clean_environment(
             XDG_STATE_HOME=str(tmp_path / "state"), XDG_CONFIG_HOME=str(tmp_path / "config"), **hosts.variables
         )
-        return subprocess.Popen(
+        return programs.Popen(
             hosts.hosts[0].command(sys.executable, "-m", "phalanx", *words),
             cwd=tmp_path,
             env=environment,

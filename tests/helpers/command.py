@@ -65,9 +65,12 @@ def clean_environment(**added: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), **added}
 
 
-def start(*words: object, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    """Start `python -m phalanx.cli` with the words, in a process group of its own."""
-    return programs.Popen(
+def start(*words: object, cwd: Path, fresh: bool = False, **environment: str) -> subprocess.Popen[str]:
+    """Start `python -m phalanx.cli` with the words, in a process group of its own.
+
+    `fresh`: in an interpreter of its own, whose stacks begin with the launcher, for tests of stacks.
+    """
+    return (subprocess.Popen if fresh else programs.Popen)(
         [*COMMAND, *map(str, words)],
         cwd=cwd,
         env=clean_environment(**environment),

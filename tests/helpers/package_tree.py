@@ -63,6 +63,26 @@ def imports(name: str, *, types: bool = True, functions: bool = True) -> frozens
 
 
 @functools.cache
+def loads(name: str) -> frozenset[str]:
+    """Modules that importing a module loads, itself included: those of imports outside functions, and all packages."""
+    found, pending = set[str](), [name]
+    while pending:
+        module = pending.pop()
+        if module and module not in found:
+            found.add(module)
+            pending += [*imports(module, types=False, functions=False), module.rpartition(".")[0]]
+    return frozenset(found)
+
+
+def imports_in_functions(name: str) -> Iterator[tuple[int, frozenset[str]]]:
+    """Line and modules of each import statement inside a function that names modules of the package."""
+    functions = [node for node in ast.walk(parsed(name)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    for node in {inner for function in functions for inner in ast.walk(function)}:
+        if targets := frozenset(_targets(node)):
+            yield node.lineno, targets  # type: ignore[attr-defined]
+
+
+@functools.cache
 def named_in_texts(name: str) -> frozenset[str]:
     """Modules that texts of a module name for an import: entries of tables, code for another process. No prose."""
     tree = parsed(name)

@@ -2,9 +2,9 @@
 
 They take what `subprocess.Popen` and `subprocess.run` take. The program is a real child of the caller, with its own
 descriptors, environment, folder, session and exit code. It gets a fresh interpreter instead if the command is not
-plain Python (`python x.py`, `-m x` or `-c x`), or if its environment or a file beside it would change what the warm
-process has imported. A test of what a fresh interpreter does (imports, time to start, the end of a stream) calls
-`subprocess` itself.
+plain Python (`python x.py`, `-m x` or `-c x`, alone or after `ip netns exec HOST`), or if its environment or a file
+beside it would change what the warm process has imported. A test of what a fresh interpreter does (imports, time to
+start, the end of a stream) calls `subprocess` itself.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = ["DEVNULL", "Popen", "TimeoutExpired", "run"]  # what the client of th
 WARM = "tests-warm"
 """The name of the warm process of a program, which `ps` shows."""
 ROOT = str(Path(__file__).resolve().parents[2])
+_PYTHON = sys.executable
 _SET_IN_PROGRAMS = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _READ_LATER = ("PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_")
 _LOCALE = ("LANG", "LC_")
@@ -105,12 +106,15 @@ def started_by(process: subprocess.Popen[Any]) -> list[psutil.Process]:
 def _parse(args: Any) -> dict[str, Any] | None:
     """Return what a command runs, or None if it is not plain Python with this interpreter."""
     words = [args] if isinstance(args, str | bytes | os.PathLike) else [os.fspath(word) for word in args]
-    if len(words) < 2 or words[0] != sys.executable or not all(isinstance(word, str) for word in words):
+    host = ""
+    if words[:3] == ["ip", "netns", "exec"]:
+        host, *words = words[3:]
+    if len(words) < 2 or words[0] != _PYTHON or not all(isinstance(word, str) for word in words):
         return None
     first, *rest = words[1:]
     if first in ("-m", "-c") and rest:
-        return {"kind": first, "what": rest[0], "arguments": rest[1:]}
-    return None if first.startswith("-") else {"kind": "script", "what": first, "arguments": rest}
+        return {"kind": first, "what": rest[0], "arguments": rest[1:], "host": host}
+    return None if first.startswith("-") else {"kind": "script", "what": first, "arguments": rest, "host": host}
 
 
 def settings_of(environ: Mapping[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ server is forked from that one, and imports nothing again.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import importlib
 import multiprocessing.process
@@ -34,6 +35,9 @@ _IMPORTED = (
     *("phalanx.zoo.models.loss", "phalanx.launch.supervisor", "psutil", "pytest"),
 )
 """What the command and the ranks of most tests import beside torch."""
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
+_MS_BIND, _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x1000, 0x4000, 0x80000, 2
+_libc = ctypes.CDLL(None, use_errno=True)
 _HIGH = 200
 """Above the numbers that the descriptors of a program get."""
 
@@ -55,7 +59,7 @@ def main() -> NoReturn:
 
 def serve(control: socket.socket, settings: dict[str, str]) -> NoReturn:
     """Fork programs until the other end closes."""
-    imported = {name for name in sys.modules if "." not in name}
+    imported = {name for name in sys.modules if "." not in name} - {"__main__"}
     while (received := messages.receive(control)) is not None:
         request, (link, *given) = received
         if not _hides_module(request, imported):
@@ -103,12 +107,33 @@ def _fork_program(
         time.sleep(0.0002)
     if os.getppid() != request["parent"]:  # it has ended meanwhile
         os._exit(1)
+    if request["program"]["host"]:
+        _enter(request["program"]["host"])
     if not request["program"]["what"].startswith(_START):  # a fork server has ranks alone
         _fork_warm_process(settings, [link.fileno(), *given])
     _set_up(request, given)
     link.send(b"!")
     link.close()
     _run(request["program"])
+
+
+def _enter(namespace: str) -> None:
+    """Do what `ip netns exec` does: take the links of a namespace, and see these in /sys and its own files in /etc."""
+    own = Path("/etc/netns") / namespace
+    with open(f"/run/netns/{namespace}") as links:
+        _check(_libc.setns(links.fileno(), _CLONE_NEWNET))
+    _check(_libc.unshare(_CLONE_NEWNS))
+    _check(_libc.mount(b"", b"/", b"none", _MS_SLAVE | _MS_REC, None))
+    _check(_libc.umount2(b"/sys", _MNT_DETACH))
+    _check(_libc.mount(namespace.encode(), b"/sys", b"sysfs", 0, None))
+    for file in own.iterdir() if own.is_dir() else ():
+        _check(_libc.mount(os.fsencode(file), os.fsencode(Path("/etc") / file.name), b"none", _MS_BIND, None))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _fork_warm_process(settings: dict[str, str], held: list[int]) -> None:
@@ -145,7 +170,7 @@ def _set_up(request: messages.Message, given: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    _open_streams("PYTHONUNBUFFERED" in os.environ)
+    _open_streams(bool(os.environ.get("PYTHONUNBUFFERED")))
     sys.path[:0] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     importlib.invalidate_caches()
     # The rest was fixed by imports.
@@ -171,7 +196,7 @@ def _open_streams(unbuffered: bool) -> None:
         )
         stream.buffer.raw.name = f"<{name}>"  # type: ignore[attr-defined]
         if unbuffered and number:
-            stream.reconfigure(write_through=True)
+            stream.reconfigure(line_buffering=False, write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

@@ -59,7 +59,7 @@ def test_the_leader_asks_a_node_that_others_find_lost_before_it_decides():
 
 
 def test_a_rack_that_is_lost_is_found_in_three_rounds():
-    """Its first node alone has a neighbour that is left; the nodes beside a lost one are asked, too."""
+    """Its first node alone has a neighbour that is left; a node beside a lost one is asked as well."""
     leader, rack = member(1, 200), {f"{number:05d}" for number in range(50, 114)}
     leader.on_beats(dict.fromkeys(leader.nodes, 1), 0.0)
     leader.on_accusation({f"{number:05d}": "ended" for number in (50, 51, 52)}, 0.1)

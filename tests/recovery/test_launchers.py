@@ -101,7 +101,7 @@ def test_a_message_to_several_machines_is_written_once(mailbox):
     assert json.loads(mailbox._store.get("all/1")) == {"number": 1, "sender": "00002"}
     assert not mailbox._store.check(["mail/00001/1"])
     assert mailbox.receive() == []
-    mailbox._written_at[0] = (time.monotonic() - 4000.0, "all/1")  # long ago: it is not read any more
+    mailbox._written_at[0] = (time.monotonic() - 4000.0, "all/1")  # no node reads it any more
     mailbox._exchange_as_leader()
     assert not mailbox._store.check(["all/1"])
 

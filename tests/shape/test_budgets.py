@@ -19,7 +19,7 @@ from test_layers import CORE
 from phalanx.config import BACKENDS
 from phalanx.config.strategies import TABLE
 
-RANK_MODULES = 182
+RANK_MODULES = 183
 """Of a run that the fork server has started: its ranks share the memory of these modules, which it imports once."""
 FORMATION_MODULES = 92
 

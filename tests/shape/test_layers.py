@@ -10,7 +10,17 @@ from collections import defaultdict
 from importlib import import_module
 
 import pytest
-from package_tree import PACKAGE, circles, imports, modules, named_in_texts, parsed, room
+from package_tree import (
+    PACKAGE,
+    circles,
+    imports,
+    imports_in_functions,
+    loads,
+    modules,
+    named_in_texts,
+    parsed,
+    room,
+)
 
 from phalanx.features import FEATURES
 
@@ -154,6 +164,23 @@ def test_a_table_of_names_above_is_needed(name):
     assert any(LAYERS[other] >= LAYERS[room(name)] for other in above - {room(name)}), "it names nothing above itself"
 
 
+LATE = [name for name in modules() if "__getattr__ = lazy_names(" in modules()[name].read_text()]
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_names_that_are_imported_late_exist(name):
+    module, missing = import_module(name), []
+    for word in module.__all__:
+        try:
+            getattr(module, word)
+        except AttributeError:
+            missing.append(word)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":  # kernels need a package that CPUs have no use for
+                raise
+    assert not missing
+
+
 def test_no_two_packages_import_each_other():
     pairs = {(room(name), room(other)) for name in modules() for other in dependencies(name)}
     assert not {(a, b) for a, b in pairs if a < b and a and (b, a) in pairs}
@@ -162,6 +189,17 @@ def test_no_two_packages_import_each_other():
 def test_no_circles():
     """Of all imports, those inside functions too: what two modules share is in a third one below them."""
     assert circles(types=False, functions=True) == []
+
+
+def test_an_import_inside_a_function_spares_loading_something():
+    """Where the module has loaded everything already, the import belongs at the top."""
+    habits = [
+        f"{named(name)}:{line}: {', '.join(sorted(targets))}"
+        for name in modules()
+        for line, targets in imports_in_functions(name)
+        if set().union(*map(loads, targets)) <= loads(name)
+    ]
+    assert not habits, "\n".join(habits)
 
 
 def test_circles_of_types_are_listed():

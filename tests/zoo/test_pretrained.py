@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.run.weights import save_weights
@@ -87,6 +88,132 @@ def test_a_file_of_weights_fills_a_model_of_the_given_shape(tmp_path):
         else []
     )
     assert len(same) == len(source.state_dict()) - 2
+
+
+class TorchvisionBlock(nn.Module):
+    """A block of torchvision's ResNet, with its names."""
+
+    def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
+        super().__init__()
+        outputs = 4 * width if bottleneck else width
+        shapes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
+        for number, (before, after, kernel, step) in enumerate(
+            shapes if bottleneck else [(inputs, width, 3, stride), (width, outputs, 3, 1)], 1
+        ):
+            setattr(self, f"conv{number}", nn.Conv2d(before, after, kernel, step, padding=kernel // 2, bias=False))
+            setattr(self, f"bn{number}", nn.BatchNorm2d(after))
+        self.count = number
+        if stride > 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, images):
+        hidden = images
+        for number in range(1, self.count + 1):
+            hidden = getattr(self, f"bn{number}")(getattr(self, f"conv{number}")(hidden))
+            hidden = hidden.relu() if number < self.count else hidden
+        return (hidden + (self.downsample(images) if hasattr(self, "downsample") else images)).relu()
+
+
+class TorchvisionResNet(nn.Module):
+    """torchvision's ResNet, small, with its names."""
+
+    def __init__(self, depths: tuple[int, ...], width: int, classes: int, *, bottleneck: bool) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width)
+        inputs = width
+        for stage, depth in enumerate(depths):
+            blocks = []
+            for block in range(depth):
+                stride = 2 if stage and not block else 1
+                blocks.append(TorchvisionBlock(inputs, width * 2**stage, stride, bottleneck=bottleneck))
+                inputs = width * 2**stage * (4 if bottleneck else 1)
+            setattr(self, f"layer{stage + 1}", nn.Sequential(*blocks))
+        self.stages = len(depths)
+        self.fc = nn.Linear(inputs, classes)
+
+    def forward(self, images):
+        hidden = nn.functional.max_pool2d(self.bn1(self.conv1(images)).relu(), 3, 2, 1)
+        for stage in range(self.stages):
+            hidden = getattr(self, f"layer{stage + 1}")(hidden)
+        return self.fc(hidden.mean((2, 3)))
+
+
+@pytest.mark.parametrize("bottleneck", [False, True])
+@torch.no_grad()
+def test_weights_of_torchvision_give_the_same_scores(tmp_path, bottleneck):
+    torch.manual_seed(0)
+    theirs = TorchvisionResNet((2, 1, 2), 8, 5, bottleneck=bottleneck)
+    images = torch.randn(4, 3, 64, 64)
+    theirs(images)  # running statistics that are not those of the start
+    save_file(theirs.state_dict(), tmp_path / "resnet.safetensors")
+    shape = {"depths": (2, 1, 2), "width": 8, "channels": 3, "stem": 7, "bottleneck": bottleneck}
+    source = str(tmp_path / "resnet.safetensors")
+    ours = build_pretrained("resnet", **shape, classes=5, pretrained=source)
+    torch.testing.assert_close(ours.eval()(images), theirs.eval()(images))
+    assert "new" not in ours.weights_note
+    other = build_pretrained("resnet", **shape, classes=3, drop_path=0.1, pretrained=source)
+    assert "; new: head.weight, head.bias; left out: head.bias, head.weight" in other.weights_note
+    torch.save(theirs.state_dict(), tmp_path / "resnet.pth")
+    again = build_pretrained("resnet", **shape, classes=5, pretrained=str(tmp_path / "resnet.pth"))
+    torch.testing.assert_close(again.eval()(images), theirs(images))
+
+
+class TimmViT(nn.Module):
+    """timm's vision transformer, small, with its names."""
+
+    def __init__(self, size: int, patch: int, hidden: int, heads: int, layers: int, classes: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, hidden, patch, patch)})
+        self.cls_token = nn.Parameter(torch.randn(1, 1, hidden))
+        self.pos_embed = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, hidden))
+
+        def block() -> nn.ModuleDict:
+            attention = nn.ModuleDict({"qkv": nn.Linear(hidden, 3 * hidden), "proj": nn.Linear(hidden, hidden)})
+            mlp = nn.ModuleDict({"fc1": nn.Linear(hidden, 2 * hidden), "fc2": nn.Linear(2 * hidden, hidden)})
+            norms = {f"norm{number}": nn.LayerNorm(hidden, eps=1e-6) for number in (1, 2)}
+            return nn.ModuleDict({**norms, "attn": attention, "mlp": mlp})
+
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(hidden, eps=1e-6), nn.Linear(hidden, classes)
+
+    def forward(self, images):
+        hidden = self.patch_embed["proj"](images).flatten(2).transpose(1, 2)
+        hidden = torch.cat([self.cls_token.expand(len(images), -1, -1), hidden], 1) + self.pos_embed
+        for block in self.blocks:
+            batch, time, width = hidden.shape
+            qkv = block["attn"]["qkv"](block["norm1"](hidden)).reshape(batch, time, 3, self.heads, width // self.heads)
+            mixed = nn.functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
+            hidden = hidden + block["attn"]["proj"](mixed.transpose(1, 2).reshape(batch, time, width))
+            mlp = block["mlp"]
+            hidden = hidden + mlp["fc2"](nn.functional.gelu(mlp["fc1"](block["norm2"](hidden))))
+        return self.head(self.norm(hidden)[:, 0])
+
+
+@torch.no_grad()
+def test_a_folder_of_timm_gives_the_same_scores_and_says_how_images_were_normalised(tmp_path):
+    torch.manual_seed(0)
+    theirs = TimmViT(size=32, patch=8, hidden=24, heads=3, layers=2, classes=5).eval()
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    described = {"architecture": "vit_small_patch8", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    shape = {"patch_size": 8, "channels": 3, "hidden": 24, "heads": 3, "layers": 2, "ffn_hidden": 48, "classes": 5}
+    ours = build_pretrained("vit", **shape, image_size=32, pretrained=str(tmp_path)).eval()
+    images = torch.randn(4, 3, 32, 32)
+    torch.testing.assert_close(ours(images), theirs(images))
+    assert "new" not in ours.weights_note
+    assert ours.weights_note.endswith("augment.mean=[0.5, 0.5, 0.5], augment.std=[0.5, 0.5, 0.5]")
+    larger = build_pretrained("vit", **shape, image_size=48, pretrained=str(tmp_path))
+    assert "new" not in larger.weights_note, "positions are interpolated"
+    assert torch.equal(larger.embed.positions[:, 0], theirs.pos_embed[:, 0])
+    with pytest.raises(CheckpointError, match="it is another model"):
+        build_pretrained("vit", preset="tiny", pretrained=str(tmp_path))
+
+
+def test_options_that_a_model_does_not_have_are_refused(masked, tmp_path):
+    save_pretrained(masked, tmp_path)
+    with pytest.raises(UsageError, match="unknown option 'drop_path' of model 'bert'"):
+        build_pretrained("bert", drop_path=0.1, pretrained=str(tmp_path))
 
 
 def test_wrong_sources_are_named(masked, tmp_path):

@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, redirect_stderr
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import ray
+from ray.train.collective import broadcast_from_rank_zero
 
 from phalanx.engines.ray.fit_order import RankOrder
 from phalanx.engines.ray.rules import UNDER_RAY
@@ -61,15 +63,12 @@ def run_rank(config: dict[str, Any]) -> None:
 
 def _find_node(controller: Any) -> tuple[NodeInfo, int, int]:
     """Let rank 0 choose the address of the ranks' store, and broadcast it."""
-    from ray.train.collective import broadcast_from_rank_zero
-
-    ray: Any = import_module("ray")  # not all of it carries types
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     chosen: Any = None
     if rank == 0:
         attempt = ray.get(controller.begin.remote(world_size))
-        chosen = (ray.util.get_node_ip_address(), free_port(), attempt)
+        chosen = (ray.util.get_node_ip_address(), free_port(), attempt)  # type: ignore[no-untyped-call]
     host, port, attempt = broadcast_from_rank_zero(chosen)
     local_rank = context.get_local_rank()
     nodes = -(-world_size // context.get_local_world_size())
@@ -124,8 +123,6 @@ class _Rank:
     def _become_rank(self, unpacked: UnpackedSources) -> None:
         """Set torchrun's variables, the user's folder and import path, and the compute threads."""
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, by the CPUs reserved
-        import ray
-
         local_world_size = ray.train.get_context().get_local_world_size()
         spec = LaunchSpec(
             target=unpacked.target,
@@ -213,8 +210,6 @@ class LogForwarder:
         self._deliver(wait=True)
 
     def _deliver(self, *, wait: bool = False) -> None:
-        import ray
-
         self._read()
         self._report_step()
         with self._lock:

@@ -1,22 +1,17 @@
-"""A Keras task with its settings, as it is sent to the ranks; without TensorFlow and torch."""
+"""What every rank of a Keras run executes, as it is sent to the ranks; without TensorFlow and torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-from phalanx.config import DistributedConfig
-from phalanx.engines.tensorflow.task import KerasResult, KerasTask
+from phalanx.engines.tensorflow.task import KerasResult, KerasRun
 
 
 @dataclass
-class KerasJob:
-    """A task with its settings: what every rank runs."""
+class KerasJob(KerasRun):
+    """A run that each rank executes its part of."""
 
-    task: KerasTask
-    config: DistributedConfig
-    run_dir: Path | None = None
     sends_back: ClassVar[bool] = True
 
     def run(self) -> KerasResult:

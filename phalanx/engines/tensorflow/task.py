@@ -1,11 +1,13 @@
-"""A Keras task, and the result of its training; without TensorFlow and torch."""
+"""A Keras task, a run of it, and the result of its training; without TensorFlow and torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from phalanx.config import DistributedConfig
 from phalanx.observe.history import History
 
 
@@ -21,6 +23,15 @@ class KerasTask:
     metrics: list[Any] | None = None
     callbacks: list[Any] = field(default_factory=list)
     name: str = "keras"
+
+
+@dataclass
+class KerasRun:
+    """A task with its settings, and the folder of the run; None: one is made."""
+
+    task: KerasTask
+    config: DistributedConfig
+    run_dir: Path | None = None
 
 
 @dataclass

@@ -6,7 +6,7 @@ import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -17,7 +17,7 @@ from phalanx.engines.tensorflow.callbacks import KerasReport
 from phalanx.engines.tensorflow.cluster import open_store
 from phalanx.engines.tensorflow.feeds import Feed, served_feed, training_feed, validation_feed
 from phalanx.engines.tensorflow.loop import OwnLoop, device_kind, make_strategy, set_precision
-from phalanx.engines.tensorflow.task import KerasResult, KerasTask
+from phalanx.engines.tensorflow.task import KerasResult, KerasRun, KerasTask
 from phalanx.engines.tensorflow.tf_config import read_task
 from phalanx.errors import ModelError, UsageError, a_type
 from phalanx.host.files import make_private
@@ -27,9 +27,6 @@ from phalanx.observe.run_folder import make_run_dir
 from phalanx.observe.sinks import EventStream
 from phalanx.run.conductor import outcome_of
 from phalanx.world.env import read_rank_env
-
-if TYPE_CHECKING:
-    from phalanx.engines.tensorflow.job import KerasJob
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Fitting:
 
     def run(
         self,
-        job: KerasJob,
+        run: KerasRun,
         feed: Feed,
         val: Any,
         directory: Path | None,
@@ -54,10 +51,10 @@ class Fitting:
         leads: bool,
     ) -> None:
         """Train from `first_epoch` to the end."""
-        config = job.config
+        config = run.config
         epochs = config.epochs or 1
         keras_callbacks = [
-            *job.task.callbacks,
+            *run.task.callbacks,
             *self._after_epochs(config, directory, first_epoch, report, leads=leads),
         ]
         if self.own_loop:
@@ -109,24 +106,24 @@ def keras_of(model: Any) -> Any:
     return importlib.import_module("tf_keras" if "tf_keras" in names else "keras")
 
 
-def train(job: KerasJob) -> tuple[Any, KerasResult]:
+def train(run: KerasRun) -> tuple[Any, KerasResult]:
     """Train on this rank; return the model and the result for the caller."""
-    config = job.config
+    config = run.config
     env = read_rank_env()
     task = read_task()
     leads = task is None or task.leads
-    run_dir = job.run_dir or make_run_dir(config, job.task.name)
+    run_dir = run.run_dir or make_run_dir(config, run.task.name)
     strategy = make_strategy(config)
     device = device_kind(config)
     with strategy.scope():
-        model = _built(job.task, config, device)
+        model = _built(run.task, config, device)
     directory = backup.backup_dir(config, run_dir, 0 if env is None else env.attempt)
     if directory is not None:
         make_private(directory.parent)
     first_epoch = backup.first_epoch(directory)
-    feed = _feed(job, strategy, first_epoch)
+    feed = _feed(run, strategy, first_epoch)
     first_step = first_epoch * (feed.steps or 0)
-    started = _started(job, model, strategy, feed, run_dir, device, first_step, str(directory) if first_epoch else None)
+    started = _started(run, model, strategy, feed, run_dir, device, first_step, str(directory) if first_epoch else None)
     if leads:
         save_config(config, run_dir)
     events = EventStream(open_sinks(config, run_dir) if leads else [])
@@ -137,9 +134,9 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
         report.say(fitting.note)
         if config.unused_note:
             report.say(config.unused_note, "warning")
-        val = validation_feed(job.task.val, batch=feed.global_batch or None)
+        val = validation_feed(run.task.val, batch=feed.global_batch or None)
         with callbacks.stopping(report):
-            fitting.run(job, feed, val, directory, first_epoch, report, leads=leads)
+            fitting.run(run, feed, val, directory, first_epoch, report, leads=leads)
         report.end()
     except BaseException as error:
         report.end(outcome_of(error))
@@ -207,14 +204,14 @@ def _optimizer(model: Any, config: DistributedConfig) -> Any:
     return getattr(keras_of(model).optimizers, names[config.optimizer])(**options)
 
 
-def _feed(job: KerasJob, strategy: Any, first_epoch: int) -> Feed:
-    config = job.config
+def _feed(run: KerasRun, strategy: Any, first_epoch: int) -> Feed:
+    config = run.config
     options: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed, "first_epoch": first_epoch}
     task = read_task()
     if task is not None and "ps" in task.cluster:
-        feed = served_feed(job.task.train, strategy, **options)
+        feed = served_feed(run.task.train, strategy, **options)
     else:
-        feed = training_feed(job.task.train, strategy, drop_last=config.drop_last, **options)
+        feed = training_feed(run.task.train, strategy, drop_last=config.drop_last, **options)
     if feed.steps is None:
         raise UsageError(
             "the training dataset does not know how many batches it has",
@@ -224,7 +221,7 @@ def _feed(job: KerasJob, strategy: Any, first_epoch: int) -> Feed:
 
 
 def _started(
-    job: KerasJob,
+    run: KerasRun,
     model: Any,
     strategy: Any,
     feed: Feed,
@@ -233,13 +230,13 @@ def _started(
     first_step: int,
     resumed: str | None,
 ) -> RunStarted:
-    config = job.config
+    config = run.config
     task = read_task()
     served = task is not None and "ps" in task.cluster
     replicas = len(task.cluster["worker"]) if task is not None and served else strategy.num_replicas_in_sync
     total = (feed.steps or 0) * (config.epochs or 1)
     return RunStarted(
-        name=job.task.name,
+        name=run.task.name,
         run_dir=str(run_dir),
         world_size=replicas,
         device=device,

@@ -13,7 +13,7 @@ from phalanx.config.option import check_folder
 from phalanx.engines.tensorflow.cluster import quiet_environment
 from phalanx.engines.tensorflow.data import check_data
 from phalanx.engines.tensorflow.job import KerasJob
-from phalanx.engines.tensorflow.task import KerasResult, KerasTask
+from phalanx.engines.tensorflow.task import KerasResult, KerasRun, KerasTask
 from phalanx.engines.tensorflow.tf_config import check_against, read_task, watch_peers
 from phalanx.errors import UsageError
 from phalanx.host.gpus import count_gpus
@@ -130,10 +130,10 @@ class TensorFlowDistributedTrainer:
             from phalanx.engines.tensorflow.train import train
 
             if "PHALANX_RUN_DIR" in os.environ or not (member is None or member.leads):
-                self._model, result = train(KerasJob(task, config))  # another process keeps the run's record
+                self._model, result = train(KerasRun(task, config))  # another process keeps the run's record
                 return result
             with self._recorded(task, config, in_place=True) as run:
-                self._model, result = train(KerasJob(task, config, run.folder))
+                self._model, result = train(KerasRun(task, config, run.folder))
             return result
         from phalanx.run.start import send_job
 

@@ -50,6 +50,7 @@ from phalanx.recovery.launcher.protocol import (
 )
 from phalanx.recovery.launcher.view import GroupView, came_or_went
 from phalanx.recovery.messages import (
+    CommonPosition,
     End,
     FinishedRank,
     FromRank,
@@ -57,7 +58,6 @@ from phalanx.recovery.messages import (
     LateRank,
     LeftOut,
     LostRank,
-    NextGroup,
     NodeEnded,
     NodeView,
     Orders,
@@ -77,7 +77,7 @@ _KNOWN_CHANGES = 4
 """How many changes of the view a node reports to a leader that takes over."""
 
 
-_ORDERS = (NextGroup, Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
+_ORDERS = (CommonPosition, Orders, StartRanks, LateRank, LeftOut, ResizeAnswer, RunOver, ViewChange)
 """What the node that leads sends to the others: of any other one it is not obeyed."""
 
 
@@ -107,7 +107,7 @@ class Node:
         self._members = set() if late else set(self.here)
         """The ranks of this node that are in the present group."""
         self._formed_at = now
-        self._next_group: Position | None = None
+        self._common_position: Position | None = None
         """What the positions of all ranks in the next group have in common."""
         self._late: set[str] = set()
         self._ended: set[str] = set()
@@ -142,7 +142,7 @@ class Node:
             NodeEnded: self._on_node_ended,
             Hello: self._on_hello,
             ResizeAsked: self._on_resize_asked,
-            NextGroup: self._on_next_group,
+            CommonPosition: self._on_common_position,
             Orders: self._on_orders,
             StartRanks: self._on_start_ranks,
             LateRank: self._on_late_rank,
@@ -193,7 +193,7 @@ class Node:
                     self._actions.append(action)
         positions = (order for of_node in orders.values() for _, order in of_node if isinstance(order, Position))
         if (position := next(positions, None)) is not None:
-            self._send(ALL, NextGroup(position))
+            self._send(ALL, CommonPosition(position))
         for node, of_node in orders.items():
             if node == self.own:
                 self._on_orders(node, Orders(tuple(of_node)))
@@ -407,14 +407,14 @@ class Node:
     def _on_orders(self, sender: str, message: Orders) -> None:
         for key, order in message.orders:
             if isinstance(order, Place):
-                assert self._next_group is not None, "it comes first"
-                order = dataclasses.replace(self._next_group, **vars(order))
+                assert self._common_position is not None, "it comes first"
+                order = dataclasses.replace(self._common_position, **vars(order))
             if (rank := self.here.get(key)) is not None:
                 self._note_order(rank, order)
             self._actions.append(Deliver(key, order))
 
-    def _on_next_group(self, sender: str, message: NextGroup) -> None:
-        self._next_group = message.position
+    def _on_common_position(self, sender: str, message: CommonPosition) -> None:
+        self._common_position = message.position
 
     def _note_order(self, rank: Rank, order: Wire) -> None:
         if isinstance(order, Position):
@@ -556,7 +556,7 @@ class Node:
         for node in sorted(takeover.reports.keys() - self.view.nodes.keys()):  # the leader before has left it out
             del takeover.reports[node]
             self._send(node, LeftOut("it was lost, and the others have gone on"))
-        lost = [node for node in self.view.nodes if node not in (self.own, *takeover.reports)]
+        lost = [node for node in self.view.nodes if node != self.own and node not in takeover.reports]
         for node, report in takeover.reports.items():
             for change in self.view.since(report.version) if report.version < self.view.version else []:
                 self._send(node, change)

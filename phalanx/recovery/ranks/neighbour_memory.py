@@ -133,12 +133,12 @@ class NeighbourMemory:
         part = None if shard.part is self._sent_index else shard.part
         header = torch.frombuffer(bytearray(pickle.dumps((shard.about, part))), dtype=torch.uint8)
         messages = (torch.tensor([header.numel(), shard.data.numel()]), header, shard.data)
-        sending = [dist.isend(one, group=self._group, group_dst=target) for one in messages]
+        sending = [dist.isend(message, group=self._group, group_dst=target) for message in messages]
         sizes = torch.empty(2, dtype=torch.int64)
         dist.recv(sizes, group=self._group, group_src=source)
         description, data = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
-        for one in (description, data):
-            dist.recv(one, group=self._group, group_src=source)
+        for message in (description, data):
+            dist.recv(message, group=self._group, group_src=source)
         for work in sending:
             assert work is not None
             work.wait()
@@ -165,8 +165,8 @@ class NeighbourMemory:
         local_shards = self._shards.get(key, {})
         rank = dist.get_rank(self._group)
         offers = {r: (local_shards[r].about, local_shards[r].part) for r, holder in holders.items() if holder == rank}
-        shards = {r: one for part in self._gather(offers) for r, one in part.items()}
-        about = {r: one for r, (one, _) in shards.items()}
+        shards = {r: shard for part in self._gather(offers) for r, shard in part.items()}
+        about = {r: description for r, (description, _) in shards.items()}
         index = _joint_index([shards[r][1] for r in sorted(shards)])
         boxes = plan_reads(index, template, lambda r: from_plain(about[r]["objects"]), f"step {key.step} in memory")
         names = {shard_name(r): r for r in range(key.world_size)}
@@ -239,12 +239,12 @@ def _joint_index(parts: list[Index]) -> Index:
     """Return the index of all shards from that of each, with leaves that have no hash."""
     tensors: dict[str, StoredTensor] = {}
     for shard_part in parts:
-        for name, one in shard_part.tensors.items():
-            tensors.setdefault(name, StoredTensor(one.shape, one.dtype, [])).parts.extend(one.parts)
+        for name, tensor in shard_part.tensors.items():
+            tensors.setdefault(name, StoredTensor(tensor.shape, tensor.dtype, [])).parts.extend(tensor.parts)
     ends: dict[str, int] = {}
-    for one in tensors.values():
-        for part in one.parts:
-            end = part.start + math.prod(part.sizes) * one.torch_dtype.itemsize
+    for tensor in tensors.values():
+        for part in tensor.parts:
+            end = part.start + math.prod(part.sizes) * tensor.torch_dtype.itemsize
             ends[part.file] = max(ends.get(part.file, 0), end)
     leaves = {
         name: [Leaf(at, min(LEAF_BYTES, end - at), "") for at in range(0, end, LEAF_BYTES)]

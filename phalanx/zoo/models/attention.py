@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.errors import ModelError
+
 
 class DocumentMask(NamedTuple):
     """Which keys a query sees where a sequence has several documents: those before it, of its own document.
@@ -151,10 +153,43 @@ class FeedForward(nn.Module):
         return cast("Tensor", self.project(F.gelu(self.expand(inputs), approximate=self.gelu)))
 
 
+class DropPath(nn.Module):
+    """Leave the branch of a residual out for a share of the samples in training: stochastic depth.
+
+    The branches that stay are divided by the share of samples that keep theirs.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, branch: Tensor) -> Tensor:
+        """Return the branch, zero for some of the samples of [batch, ...]."""
+        if not self.training or self.share == 0:
+            return branch
+        kept = branch.new_empty((branch.shape[0],) + (1,) * (branch.ndim - 1)).bernoulli_(1 - self.share)
+        return branch * (kept / (1 - self.share))
+
+    def extra_repr(self) -> str:
+        """Return the share, which torch prints."""
+        return f"share={self.share}"
+
+
+def check_drop_path(drop_path: float) -> None:
+    """Refuse what is not a share of samples."""
+    if not 0 <= drop_path < 1:
+        raise ModelError(f"drop_path={drop_path} is not a share of samples: from 0 to below 1.")
+
+
+def drop_path_shares(drop_path: float, layers: int) -> list[float]:
+    """Return the share of each layer: none in the first, `drop_path` in the last, evenly between them."""
+    return [drop_path * layer / max(1, layers - 1) for layer in range(layers)]
+
+
 class Block(nn.Module):
     """One layer of GPT and ViT: attention and a feed-forward net, each with a norm before it and a residual around it.
 
-    `gelu` is "none" for the exact function, "tanh" for GPT-2's approximation.
+    `gelu` is "none" for the exact function, "tanh" for GPT-2's approximation. `drop_path`: see `DropPath`.
     """
 
     def __init__(
@@ -168,6 +203,7 @@ class Block(nn.Module):
         dropout: float,
         bias: bool = True,
         gelu: str = "none",
+        drop_path: float = 0.0,
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(hidden, eps=eps, bias=bias)
@@ -175,11 +211,12 @@ class Block(nn.Module):
         self.feed_norm = nn.LayerNorm(hidden, eps=eps, bias=bias)
         self.feed = FeedForward(hidden, ffn_hidden, bias=bias, gelu=gelu)
         self.dropout = nn.Dropout(dropout)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, hidden: Tensor, mask: DocumentMask | None = None) -> Tensor:
         """Refine [batch, time, hidden]."""
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), mask))
-        return cast("Tensor", hidden + self.dropout(self.feed(self.feed_norm(hidden))))
+        hidden = hidden + self.drop_path(self.dropout(self.attention(self.attention_norm(hidden), mask)))
+        return cast("Tensor", hidden + self.drop_path(self.dropout(self.feed(self.feed_norm(hidden)))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ def neftune(model: nn.Module, alpha: float) -> nn.Module:
     `alpha`: 5 to 15 in the paper.
     """
     if not alpha > 0:
-        raise UsageError(f"neftune = {alpha}: expected a number above 0", hint="The paper takes 5 to 15.")
+        raise UsageError(f"model.neftune = {alpha}: expected a number above 0", hint="The paper takes 5 to 15.")
     owner: Any = model
     embedding = next(
         (

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
+from phalanx.zoo.models.attention import DropPath, check_drop_path, drop_path_shares
 from phalanx.zoo.models.init import from_preset, is_meta
 
 
@@ -28,6 +29,7 @@ class ResNetConfig:
 
     `depths` are the blocks of each stage; every stage after the first doubles the width and halves the image. `stem` is
     the kernel of the first convolution: 7 (stride 2, then a pool of stride 2) for large images, 3 (stride 1) for small.
+    `drop_path`: the share of samples for which training leaves the last block out; less in earlier ones.
     """
 
     depths: tuple[int, ...] = (1, 1)
@@ -36,10 +38,12 @@ class ResNetConfig:
     channels: int = 1
     classes: int = 10
     stem: int = 3
+    drop_path: float = 0.0
 
     def __post_init__(self) -> None:
         if self.stem not in (3, 7):
             raise ModelError(f"stem={self.stem} is not a stem of a residual network. Allowed: 3 (small images), 7.")
+        check_drop_path(self.drop_path)
 
     @property
     def expansion(self) -> int:
@@ -116,7 +120,7 @@ class ConvNorm(nn.Module):
 class Block(nn.Module):
     """Two 3x3 convolutions, or 1x1, 3x3 and 1x1 ones, and a shortcut around them."""
 
-    def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool, drop_path: float) -> None:
         super().__init__()
         outputs = 4 * width if bottleneck else width
         if bottleneck:
@@ -126,13 +130,14 @@ class Block(nn.Module):
         self.parts = nn.ModuleList(parts)
         changes = stride != 1 or inputs != outputs
         self.shortcut = ConvNorm(inputs, outputs, 1, stride) if changes else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
         """Refine images, halving them where the stride is 2."""
         hidden = images
         for number, part in enumerate(self.parts):
             hidden = part(F.relu(hidden) if number else hidden)
-        return F.relu(hidden + self.shortcut(images))
+        return F.relu(self.drop_path(hidden) + self.shortcut(images))
 
 
 class ResNet(nn.Module):
@@ -148,7 +153,12 @@ class ResNet(nn.Module):
         large = config.stem == 7
         self.embed = ConvNorm(config.channels, config.width, config.stem, stride=2 if large else 1)
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
-        self.layers = nn.ModuleList(Block(*shape, bottleneck=config.bottleneck) for shape in config.blocks())
+        self.layers = nn.ModuleList(
+            Block(*shape, bottleneck=config.bottleneck, drop_path=share)
+            for shape, share in zip(
+                config.blocks(), drop_path_shares(config.drop_path, sum(config.depths)), strict=True
+            )
+        )
         self.head = nn.Linear(config.features, config.classes)
         if not is_meta(self):
             self.init_weights()

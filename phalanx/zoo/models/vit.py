@@ -10,14 +10,17 @@ from torch import Tensor, nn
 
 from phalanx import model as contract
 from phalanx.errors import ModelError
-from phalanx.zoo.models.attention import Block
+from phalanx.zoo.models.attention import Block, check_drop_path, drop_path_shares
 from phalanx.zoo.models.decoder import Decoder
 from phalanx.zoo.models.init import from_preset, init_transformer, is_meta
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ViTConfig:
-    """The shape of a vision transformer. The defaults fit the 8x8 digits."""
+    """The shape of a vision transformer. The defaults fit the 8x8 digits.
+
+    `drop_path`: the share of samples for which training leaves the last layer's branches out; less in earlier ones.
+    """
 
     image_size: int = 8
     patch_size: int = 2
@@ -28,6 +31,7 @@ class ViTConfig:
     hidden: int = 48
     ffn_hidden: int = 96
     dropout: float = 0.0
+    drop_path: float = 0.0
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -38,6 +42,7 @@ class ViTConfig:
                 f"image_size={self.image_size} cannot be cut into patches of patch_size={self.patch_size}: "
                 "it must be a multiple."
             )
+        check_drop_path(self.drop_path)
 
     @property
     def patches(self) -> int:
@@ -110,7 +115,8 @@ class ViT(nn.Module):
         self.embed = Embedding(config)
         shape = (config.hidden, config.heads, config.ffn_hidden)
         self.layers = nn.ModuleList(
-            Block(*shape, causal=False, eps=config.norm_eps, dropout=config.dropout) for _ in range(config.layers)
+            Block(*shape, causal=False, eps=config.norm_eps, dropout=config.dropout, drop_path=share)
+            for share in drop_path_shares(config.drop_path, config.layers)
         )
         self.norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden, config.classes)

@@ -69,3 +69,27 @@ def test_images_that_do_not_fit_are_refused():
         build("vit", heads=5)
     with pytest.raises(ModelError, match="stem=5"):
         build("resnet", stem=5)
+
+
+@pytest.mark.parametrize(("name", "options"), [("vit", {"layers": 3}), ("resnet", {"depths": (1, 2)})])
+def test_drop_path_leaves_branches_out_in_training_alone(name, options):
+    torch.manual_seed(0)
+    model = build(name, drop_path=0.5, **options)
+    assert [getattr(layer.drop_path, "share", 0) for layer in model.layers] == [0, 0.25, 0.5]
+    images = torch.randn(64, 1, 8, 8)
+    plain = build(name, **options)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(images), plain.eval()(images))
+    model.train()
+    branch = torch.ones(2000, 3, 4)
+    kept = model.layers[-1].drop_path(branch)
+    assert set(kept.unique().tolist()) == {0.0, 2.0}
+    assert torch.equal(kept, kept[:, :1, :1].expand_as(kept)), "a sample keeps its whole branch or nothing of it"
+    assert kept.mean() == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_drop_path_is_a_share(name, share):
+    with pytest.raises(ModelError, match="is not a share of samples: from 0 to below 1"):
+        build(name, drop_path=share)

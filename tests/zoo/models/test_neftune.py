@@ -52,7 +52,7 @@ def test_a_recipe_takes_it_as_an_option_of_its_model(tmp_path):
 
 
 def test_wrong_strengths_and_models_without_tokens_are_refused():
-    with pytest.raises(UsageError, match=r"neftune = 0\.0: expected a number above 0"):
+    with pytest.raises(UsageError, match=r"model\.neftune = 0\.0: expected a number above 0"):
         neftune(build("gpt"), 0.0)
     with pytest.raises(UsageError, match="a ConvNet names none"):
         neftune(build("convnet"), 5.0)
