@@ -556,7 +556,7 @@ class Node:
         for node in sorted(takeover.reports.keys() - self.view.nodes.keys()):  # the leader before has left it out
             del takeover.reports[node]
             self._send(node, LeftOut("it was lost, and the others have gone on"))
-        lost = [node for node in self.view.nodes if node not in (self.own, *takeover.reports)]
+        lost = [node for node in self.view.nodes if node != self.own and node not in takeover.reports]
         for node, report in takeover.reports.items():
             for change in self.view.since(report.version) if report.version < self.view.version else []:
                 self._send(node, change)
