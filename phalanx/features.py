@@ -24,7 +24,7 @@ FEATURES = {
     "diagnosis": "phalanx.diagnosis",
     "fp8-layers": "phalanx.speed:use_fp8",
     "histograms": "phalanx.trackers:histogram_callbacks",
-    "hub": "phalanx.zoo.hub:hub_folder",
+    "hub": "phalanx.zoo.hub:hub_path",
     "lora": "phalanx.zoo.models.lora",
     "metrics": "phalanx.trackers:open_metrics",
     "nf4": "phalanx.zoo.models.lora.nf4",

@@ -304,7 +304,7 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
         if namespace.preset is not None:
             recipe = replace(recipe, model={**recipe.model, "preset": namespace.preset})
     recipe = recipe.with_values(read_changes(namespace.changes, NAMES.__contains__)[1]).fitted()
-    if "pretrained" in recipe.model or "tokenizer" in recipe.data:
+    if "pretrained" in recipe.model or {"tokenizer", "root"} & set(recipe.data):
         from phalanx.run.stored import with_located_sources  # few commands need it
 
         recipe = with_located_sources(recipe)

@@ -179,13 +179,13 @@ def _part(entry: Any, part: str, name: str, base: Path) -> dict[str, Any]:
         value = import_path_of(value, part)
     if not isinstance(value, str) or not value:
         raise UsageError(f"the recipe '{name}' does not say which {part} it has", hint=_HINTS[part])
-    return {**table, "name": _located(value, base)}
+    return {**table, "name": _located(value, base, part)}
 
 
-def _located(name: str, base: Path) -> str:
+def _located(name: str, base: Path, part: str = "model") -> str:
     """Return a path of files, or of a repository of the Hub, as an absolute one; other names as they are."""
     if name.startswith("hf://"):
-        return str(feature("hub")(name))
+        return str(feature("hub")(name, part))
     is_path = name.startswith((".", "~")) or "/" in name or (not is_import_path(name) and (base / name).is_file())
     return str((base / Path(name).expanduser()).resolve()) if is_path else name
 

@@ -463,13 +463,15 @@ def with_located_sources(recipe: Recipe) -> Recipe:
                 hint="Give a run, a folder, or hf://ORG/NAME for a model of the Hugging Face Hub.",
             ) from None
     if isinstance(tokenizer := data.get("tokenizer"), str):
-        data["tokenizer"] = str(_of_user(tokenizer).resolve())
+        data["tokenizer"] = str(_of_user(tokenizer, "tokenizer").resolve())
+    if isinstance(root := data.get("root"), str) and root.startswith("hf://"):
+        data["root"] = str(feature("hub")(root, "data"))
     return replace(recipe, model=model, data=data)
 
 
-def _of_user(place: str) -> Path:
+def _of_user(place: str, purpose: str = "model") -> Path:
     """Return the path that a user has written, or that of a repository of the Hub."""
-    path: Path = feature("hub")(place) if place.startswith("hf://") else Path(place).expanduser()
+    path: Path = feature("hub")(place, purpose) if place.startswith("hf://") else Path(place).expanduser()
     return path
 
 

@@ -1,12 +1,15 @@
-"""Losses of the applications that torch has no function for."""
+"""Losses that torch does not have."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.config.option import limited
 from phalanx.errors import ModelError, UsageError
+
+_TWO = 2
 
 
 class ClassBCE:
@@ -30,15 +33,22 @@ class ClassBCE:
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean loss of scores [samples, classes] and labels [samples], or shares [samples, classes]."""
-        if output.ndim != 2 or target.shape not in (output.shape, output.shape[:1]):
+        is_label = target.shape == output.shape[:1] and not target.is_floating_point()
+        if output.ndim != _TWO or not (is_label or target.shape == output.shape):
             raise ModelError(
                 f"ClassBCE takes scores [samples, classes] with labels or shares, and got {list(output.shape)} and "
                 f"{list(target.shape)}"
             )
         classes = output.shape[1]
-        shares = target if target.ndim == 2 else F.one_hot(target, classes)
-        shares = shares.to(output.dtype) * (1 - self._smoothing) + self._smoothing / classes
+        if self._threshold is not None and self._threshold < self._smoothing / classes:
+            raise ModelError(
+                f"ClassBCE: every class is above a target_threshold of {self._threshold} with a label_smoothing of "
+                f"{self._smoothing} over {classes} classes"
+            )
+        scores = output.to(torch.promote_types(output.dtype, torch.float32))
+        shares = target if target.ndim == output.ndim else F.one_hot(target.long(), classes)
+        shares = shares.to(scores.dtype) * (1 - self._smoothing) + self._smoothing / classes
         if self._threshold is not None:
-            shares = (shares > self._threshold).to(output.dtype)
-        losses = F.binary_cross_entropy_with_logits(output, shares, reduction="none")
+            shares = (shares > self._threshold).to(scores.dtype)
+        losses = F.binary_cross_entropy_with_logits(scores, shares, reduction="none")
         return (losses.sum(1) if self._sums_classes else losses.mean(1)).mean()

@@ -1,4 +1,4 @@
-"""Metrics of GLUE that are no means over samples: F1, Matthews' correlation, Pearson's and Spearman's.
+"""GLUE metrics that are not averages over samples: F1, Matthews' correlation, Pearson's and Spearman's.
 
 Each keeps two numbers per sample, its prediction and its label, and is computed over the samples of all ranks. Given to
 a `Trainer` as `metrics={"f1": F1()}`, in a recipe or on the command line by name: `--set metrics.f1=f1`.
@@ -20,35 +20,38 @@ from phalanx.loop.metrics import accuracy, token_accuracy, top5_accuracy, whole_
 from phalanx.recipes.imports import is_import_path, load_import
 
 _AVERAGES = ("binary", "macro", "micro")
+_TWO = 2
 
 
 class F1:
     """The harmonic mean of precision and recall of a class.
 
-    `average`: "binary" is that of the class `positive` (of two classes, the second), "macro" the mean over all classes,
-    "micro" that over all samples, which is the accuracy if each sample has one class.
+    `average`: "binary": F1 of the class `positive`, by default the second of two; "macro": the mean over all classes;
+    "micro": over all samples, which is the accuracy if each sample has one class.
     """
 
     @limited(positive={"minimum": 0})
-    def __init__(self, *, average: str = "binary", positive: int = 1) -> None:
+    def __init__(self, *, average: str = "binary", positive: int | None = None) -> None:
         if average not in _AVERAGES:
             raise UsageError(unknown_name("average", average, _AVERAGES, of="F1"))
         self._average, self._positive = average, positive
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the predicted class and the label of each sample."""
-        return _classes(output, target, "f1")
+        rows = _classes(output, target, "f1")
+        if self._average == "binary" and self._positive is None and output.shape[1] > _TWO:
+            raise UsageError(
+                f"f1 scores one of two classes, and the model has {output.shape[1]}",
+                hint="Write: --set metrics.f1=macro_f1, or in Python F1(positive=...) for one class.",
+            )
+        return rows
 
     def combine(self, rows: Tensor, samples: Tensor) -> float:
         """Return F1; 0 if no sample of a class is predicted or labelled, as scikit-learn has it."""
         predicted, label = rows.unbind(1)
         if self._average == "binary":
-            if int(label.max()) > max(1, self._positive):
-                raise UsageError(
-                    f"f1 is that of the class {self._positive}, and there are labels up to {int(label.max())}",
-                    hint="Of several classes: --set metrics.f1=macro_f1",
-                )
-            return _f1(predicted == self._positive, label == self._positive)
+            positive = 1 if self._positive is None else self._positive
+            return _f1(predicted == positive, label == positive)
         if self._average == "micro":
             return float((predicted == label).double().mean())
         classes = torch.unique(torch.cat([predicted, label])).tolist()
@@ -142,7 +145,8 @@ def _classes(output: Any, target: Any, name: str) -> Tensor:
 
 
 def _numbers(output: Any, target: Any, name: str) -> Tensor:
-    if not isinstance(output, Tensor) or not isinstance(target, Tensor) or output.numel() != target.numel():
+    are_tensors = isinstance(output, Tensor) and isinstance(target, Tensor)
+    if not are_tensors or not output.numel() == target.numel() == len(target):
         raise ModelError(
             f"the metric '{name}' takes a number and a target per sample, and got {_shape(output)} and {_shape(target)}"
         )

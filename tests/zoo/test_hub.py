@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import load_run
+from phalanx.zoo.hub import _read
 from phalanx.zoo.models import build, save_pretrained
 
 COMMIT = "1" * 40
@@ -92,12 +93,13 @@ def hub(tmp_path):
 ASK = """
 import json, sys
 from phalanx.errors import UsageError
-from phalanx.zoo.hub import hub_folder
+from phalanx.zoo.hub import hub_path
 answers = []
-for place in sys.argv[1:]:
+for word in sys.argv[1:]:
+    purpose, _, place = word.rpartition("|")
     try:
-        folder = hub_folder(place)
-        answers.append([str(folder), sorted(file.name for file in folder.iterdir())])
+        path = hub_path(place, purpose or ("data" if "datasets/" in place else "model"))
+        answers.append([str(path), sorted(file.name for file in path.iterdir()) if path.is_dir() else []])
     except UsageError as error:
         answers.append([str(error), error.hint])
 print(json.dumps(answers))
@@ -117,6 +119,13 @@ def test_repositories_become_folders_and_are_kept(hub, tmp_path):
     save_pretrained(build("bert", task="classify", classes=2), folder)
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     (folder / "modeling.py").write_text("raise SystemExit")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "config.json").write_text("{}")
+    pickled = hub.root / "models/org/pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_text("{}")
+    (pickled / "pytorch_model.bin").write_bytes(b"a pickle")
     tables = hub.root / "datasets/org/pairs/mrpc"
     tables.mkdir(parents=True)
     (tables / "train.jsonl").write_text('{"text": "a", "label": 1}\n')
@@ -133,26 +142,52 @@ def test_repositories_become_folders_and_are_kept(hub, tmp_path):
         "hf://",
         "hf://org/small@",
         "hf://a b/c",
+        "hf://org/pickled",
+        "data|hf://org/small",
+        "hf://datasets/org/pairs/mrpc/train.jsonl",
+        "hf://datasets/org/pairs/mrpc/*.jsonl",
     )
-    (model, names), again, (data, rows), none, revision, empty, nothing, unfinished, wrong = answers
-    assert names == ["config.json", "model.safetensors"], "no pickles and no code"
+    (model, names), again, (data, rows), none, revision, empty, nothing, unfinished, wrong, *others = answers
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"], "no pickles, no code and no other formats"
     assert model.endswith(COMMIT)
     assert again[0] == model
     assert rows == ["train.jsonl"]
     assert data.endswith("mrpc")
-    assert "no such repository, or a private one" in none[0]
+    assert "no such repository, or it is private" in none[0]
     assert "hf auth login" in none[1]
     assert "has no revision 'nope'" in revision[0]
-    assert "there are no tables in it, in sst2" in empty[0]
+    assert "no tables were found in sst2" in empty[0]
     assert "hf://ORG/NAME" in nothing[1]
     assert "hf://ORG/NAME" in unfinished[1]
-    assert "is no name of the Hub" in wrong[0]
-    assert sorted(hub.fetched) == ["config.json", "model.safetensors", "mrpc/train.jsonl"], "each file once"
+    assert "is not a valid repository name" in wrong[0]
+    pickle, not_data, (file, _), (pattern, _) = others
+    assert "has no weights as safetensors; pickles (pytorch_model.bin) are not read" in pickle[0]
+    assert "names a model, and a data set is needed" in not_data[0]
+    assert "hf://datasets/ORG/NAME" in not_data[1]
+    assert Path(file).read_text() == (tables / "train.jsonl").read_text()
+    assert pattern.endswith("mrpc/*.jsonl"), "a pattern that data are read by"
+    once = ["config.json", "config.json", "model.safetensors", "mrpc/train.jsonl", "tokenizer.json"]
+    assert sorted(hub.fetched) == once, "each file once; a config is there twice"
+    (only_tokens,) = asked(tmp_path / "new", hub.url, "tokenizer|hf://org/small")
+    assert only_tokens[1] == ["config.json", "tokenizer.json"]
 
     kept, missing = asked(tmp_path, hub.url, "hf://org/small", "hf://org/other", HF_HUB_OFFLINE="1")
     assert kept[0] == model, "no network is needed for what is in the cache"
     assert "is not in the cache and cannot be downloaded" in missing[0]
     assert "hf download org/other --local-dir FOLDER" in missing[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("hf://gpt2@607a30d", ("gpt2", False, "607a30d", "")),
+        ("hf://org/name@refs/pr/1", ("org/name", False, "refs/pr/1", "")),
+        ("hf://datasets/a/b@refs%2Fconvert%2Fparquet/default", ("a/b", True, "refs/convert/parquet", "default")),
+        ("hf://datasets/a/b/c/train.csv", ("a/b", True, None, "c/train.csv")),
+    ],
+)
+def test_names_are_those_of_hugging_faces_file_system(text, place):
+    assert _read(text) == place
 
 
 def test_a_run_starts_from_a_model_of_the_hub(hub, tmp_path):

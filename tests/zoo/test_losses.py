@@ -24,6 +24,12 @@ def test_classes_are_scored_one_by_one():
     )
 
 
+def test_half_precision_keeps_the_smoothing():
+    output, labels = torch.randn(6, 4).bfloat16(), torch.tensor([0, 1, 2, 3, 0, 1], dtype=torch.int32)
+    loss = ClassBCE(label_smoothing=1e-4, sums_classes=True)
+    torch.testing.assert_close(loss(output, labels), loss(output.float(), labels))
+
+
 def test_a_threshold_makes_shares_of_mixed_images_labels():
     output, shares = torch.randn(2, 3), torch.tensor([[0.7, 0.3, 0.0], [0.1, 0.0, 0.9]])
     expected = F.binary_cross_entropy_with_logits(output, torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]))
@@ -35,5 +41,9 @@ def test_wrong_options_and_shapes_are_refused():
         ClassBCE(label_smoothing=1.0)
     with pytest.raises(UsageError, match=r"no label is above a target_threshold of 0\.95"):
         ClassBCE(label_smoothing=0.1, target_threshold=0.95)
+    with pytest.raises(ModelError, match=r"every class is above a target_threshold of 0\.01"):
+        ClassBCE(label_smoothing=0.1, target_threshold=0.01)(torch.randn(2, 3), torch.tensor([0, 1]))
+    with pytest.raises(ModelError, match=r"got \[2, 3\] and \[2\]"):
+        ClassBCE()(torch.randn(2, 3), torch.randn(2))
     with pytest.raises(ModelError, match=r"got \[2, 3\] and \[3\]"):
         ClassBCE()(torch.randn(2, 3), torch.tensor([0, 1, 2]))

@@ -153,7 +153,8 @@ def test_weights_of_torchvision_give_the_same_scores(tmp_path, bottleneck):
     assert "new" not in ours.weights_note
     other = build_pretrained("resnet", **shape, classes=3, drop_path=0.1, pretrained=source)
     assert "; new: head.weight, head.bias; left out: head.bias, head.weight" in other.weights_note
-    torch.save(theirs.state_dict(), tmp_path / "resnet.pth")
+    checkpoint = {f"module.{name}": tensor for name, tensor in theirs.state_dict().items()}
+    torch.save({"epoch": 3, "state_dict": checkpoint}, tmp_path / "resnet.pth")
     again = build_pretrained("resnet", **shape, classes=5, pretrained=str(tmp_path / "resnet.pth"))
     torch.testing.assert_close(again.eval()(images), theirs(images))
 
@@ -202,12 +203,21 @@ def test_a_folder_of_timm_gives_the_same_scores_and_says_how_images_were_normali
     images = torch.randn(4, 3, 32, 32)
     torch.testing.assert_close(ours(images), theirs(images))
     assert "new" not in ours.weights_note
-    assert ours.weights_note.endswith("augment.mean=[0.5, 0.5, 0.5], augment.std=[0.5, 0.5, 0.5]")
+    flags = "--set 'augment.mean=[0.5,0.5,0.5]' --set 'augment.std=[0.5,0.5,0.5]'"
+    assert ours.weights_note.endswith(f"its images were normalised by: {flags}")
     larger = build_pretrained("vit", **shape, image_size=48, pretrained=str(tmp_path))
     assert "new" not in larger.weights_note, "positions are interpolated"
     assert torch.equal(larger.embed.positions[:, 0], theirs.pos_embed[:, 0])
     with pytest.raises(CheckpointError, match="it is another model"):
         build_pretrained("vit", preset="tiny", pretrained=str(tmp_path))
+    scaled = {"blocks.0.ls1.gamma": torch.ones(24), "blocks.1.ls1.gamma": torch.ones(24)}
+    save_file({**theirs.state_dict(), **scaled}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"of another architecture than ViT: .* 'layers.0.ls1.gamma' and 1 more"):
+        build_pretrained("vit", **shape, image_size=32, pretrained=str(tmp_path))
+    without_label = {**theirs.state_dict(), "pos_embed": theirs.pos_embed[:, 1:].contiguous()}
+    save_file(without_label, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="16 positions are not those of a class token and a square of patches"):
+        build_pretrained("vit", **shape, image_size=32, pretrained=str(tmp_path))
 
 
 def test_options_that_a_model_does_not_have_are_refused(masked, tmp_path):

@@ -69,8 +69,11 @@ def test_names_are_known_and_others_refused():
 
 
 def test_what_has_no_such_score_is_refused():
-    with pytest.raises(UsageError, match="labels up to 2"):
-        value(F1(), scores_of(0, 1, 2), torch.tensor([0, 1, 2]))
+    with pytest.raises(UsageError, match="f1 scores one of two classes, and the model has 3"):
+        value(F1(), scores_of(0, 1, 2), torch.tensor([0, 1, 1]))
+    assert value(F1(positive=2), scores_of(0, 1, 2), torch.tensor([0, 1, 2])) == 1.0
+    with pytest.raises(ModelError, match="'spearman' takes a number and a target per sample"):
+        value(Spearman(), torch.randn(4, 3), torch.randn(4, 3))
     with pytest.raises(ModelError, match=r"'mcc' takes scores \[samples, classes\]"):
         value(Matthews(), torch.randn(3, 1), torch.randn(3))
     with pytest.raises(ModelError, match=r"'pearson' takes a number .* torch.float32 \[3, 2\] and torch.float32 \[3\]"):

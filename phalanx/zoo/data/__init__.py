@@ -60,7 +60,7 @@ def load(name: str, split: str = "train", **options: Any) -> Any:
         raise UsageError(unknown_name("split", split, _SPLITS))
     if is_import_path(name):
         return load_splits(name, **options)[_SPLITS.index(split)]
-    check_name(name := on_disk(name))
+    check_name(name := on_disk(name, "data"))
     if name in _DATASETS:
         make, owner = _function(name), f"data set '{name}'"
     else:
@@ -86,7 +86,7 @@ def named_data(text: str, table: Mapping[str, Any]) -> dict[str, Any]:
     Files are read by the recipe's own data set (`table`), with its options, where that reads files. A path becomes
     absolute: ranks, and a later command, may run in another folder.
     """
-    text, name = on_disk(text), str(table.get("name", ""))
+    text, name = on_disk(text, "data"), str(table.get("name", ""))
     reads_files = name in READERS or Path(name).is_absolute()
     path = Path(text).expanduser()
     is_path = "/" in text or text.startswith((".", "~")) or is_pattern(text)

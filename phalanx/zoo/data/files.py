@@ -49,6 +49,8 @@ _KINDS = {
 }
 """The reader of each ending, by its name in the library datasets."""
 _TABLES = ("parquet", "arrow", "json", "csv")
+_UNLABELLED = ("unsupervised", "unlabeled", "unlabelled")
+"""Beginnings of the names of files that are of no split: their samples have no labels."""
 _VALIDATION = (("val",), ("dev",), ("test",))
 """Beginnings of the names of files for validation; the first that any file has are meant."""
 
@@ -170,8 +172,10 @@ def of_split(folder: Path | None, listed: list[Path], split: str) -> tuple[list[
     """Return the files of a split, and which part of their samples: None for all, else the split's name.
 
     Files for validation are called val* or valid*; where there are none, dev*, else test*. Files called by another of
-    these names are in neither split: a test set must not choose the model.
+    these names are in neither split: a test set must not choose the model. Nor are those called unsupervised*.
     """
+    if labelled := [file for file in listed if not _names_a(file, folder, _UNLABELLED)]:
+        listed = labelled
     by_name = {names: [file for file in listed if _names_a(file, folder, names)] for names in _VALIDATION}
     validation = next(filter(None, by_name.values()), [])
     if not validation or len(validation) == len(listed):

@@ -26,7 +26,7 @@ def find_places(root: Root) -> list[Path]:
     """Return the files and folders that are named; a pattern stands for what it matches."""
     paths: list[Path] = []
     for entry in [root] if isinstance(root, str | Path) else root:
-        path = Path(on_disk(entry)).expanduser() if isinstance(entry, str) else entry.expanduser()
+        path = Path(on_disk(entry, "data")).expanduser() if isinstance(entry, str) else entry.expanduser()
         if path.exists():
             paths.append(path)
         elif is_pattern(path):

@@ -1,7 +1,7 @@
 """Extractive question answering: questions with windows of their contexts, and the score of the answers.
 
 A sample is one window, `[begin] question [separator] context [separator]`. A context that does not fit is cut into
-windows that overlap; where the answer is not in a window, its label is position 0.
+windows that overlap; if the answer is not in a window, its label is position 0.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from phalanx.zoo.data.places import Root, find_files
 from phalanx.zoo.data.splits import check_fraction, held_out
 from phalanx.zoo.data.squad import Question, answer_scores, place_of, read_squad
 
+_KEPT_SPANS = 20
+"""How many spans of a window compete if several answers are wanted: some have the same text."""
 _NAMED = 3
 """How many questions a warning names."""
 
@@ -175,12 +177,13 @@ class AnswerScores:
 
     A span begins and ends in the context, and has at most `longest` tokens; its score is the sum of both logits. In
     data with unanswerable questions, none is answered if the score of no answer, the least one of position 0, is more
-    than `null_threshold` above the best span's. `count`: the spans that are kept of each window.
+    than `null_threshold` above the best span's. `count`: how many different answers `candidates` returns.
     """
 
     def __init__(self, data: QuestionWindows, longest: int, *, null_threshold: float = 0.0, count: int = 1) -> None:
         self._data, self._longest, self._null_threshold = data, longest, null_threshold
         self._count = count
+        self._kept = 1 if count == 1 else max(_KEPT_SPANS, count)
         self.may_abstain = any(not question.answers for question in data.questions)
         self._windows: dict[int, int] = defaultdict(int)
         for window in data.windows:
@@ -196,7 +199,7 @@ class AnswerScores:
         scores = [first[:, : len(time) - more] + last[:, more:] for more in range(min(self._longest, len(time)))]
         padded = [torch.nn.functional.pad(score, (0, len(time) - score.shape[1]), value=-torch.inf) for score in scores]
         flat_scores = torch.stack(padded, 1).flatten(1)
-        best, flat = flat_scores.topk(min(self._count, flat_scores.shape[1]), dim=1)
+        best, flat = flat_scores.topk(min(self._kept, flat_scores.shape[1]), dim=1)
         begin = flat % len(time)
         spans = torch.stack([best.double(), begin, begin + flat // len(time)], 2)
         return torch.cat([logits[:, 0].sum(-1, keepdim=True), spans.flatten(1)], 1)
@@ -249,7 +252,7 @@ class AnswerScores:
         In data with unanswerable questions no answer, an empty text, is one of them.
         """
         scores: dict[str, float] = {}
-        for span in found.spans[: self._count]:
+        for span in found.spans[: self._kept]:
             scores.setdefault(self._text(span), span.score)
         if self.may_abstain:
             scores[""] = found.no_answer
@@ -258,7 +261,8 @@ class AnswerScores:
         return [{"answer": text, "probability": share} for text, share in ranked[: self._count]]
 
     def _text(self, span: Span) -> str:
-        return self._data.answer_text(span.window, span.first, span.last)
+        is_empty = span.score == -math.inf  # an empty context
+        return "" if is_empty else self._data.answer_text(span.window, span.first, span.last)
 
 
 def _best_threshold(doubts: Tensor, f1: Sequence[tuple[float, float]]) -> tuple[float, float]:

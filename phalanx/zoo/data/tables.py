@@ -41,7 +41,7 @@ def read_tokenizer(folder: str) -> Any:
     except ImportError:
         raise UsageError("tokenizer needs transformers", hint="Run: pip install transformers") from None
     try:
-        return AutoTokenizer.from_pretrained(on_disk(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(on_disk(folder, "tokenizer"), local_files_only=True)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"tokenizer = '{folder}' cannot be read: {first_line(error)}",
@@ -116,7 +116,7 @@ def target_type_of(feature: Any) -> str:
 
 
 def classes_of(kind: str, training: list[Path], table: Any, target: str, *, of_texts: bool) -> list[str]:
-    """Return the names of the labels, as the training files have them; empty where numbers are too many to be labels.
+    """Return the names of the labels, as the training files have them; empty if there are too many numbers for labels.
 
     `of_texts`: whole numbers are labels in any case, since what is said of a text is a class.
     """
@@ -265,6 +265,8 @@ class TableDataset(Dataset[Any]):
         numbered = _is_number(value) and all(name.isdecimal() for name in self._labels)
         is_quantity = numbered and not float(value).is_integer()
         correct = "Correct the file. A new label needs a new model, which is trained with it."
+        if value == "-1":
+            correct = "In data sets of the Hub -1 stands for no label: leave this file out, such as a test set's."
         labels = [*list(self._labels)[:_MOST_SHOWN], *(["..."] if len(self._labels) > _MOST_SHOWN else [])]
         raise DataError(
             f"row {index + 1} of {self._title} holds {value!r} in the column '{target}', and the labels of the "
@@ -279,7 +281,7 @@ class TableDataset(Dataset[Any]):
         """Return the name of a label: by it, not by a number that each file may give, labels are compared."""
         names = getattr(self._table.features[str(self._shape.target)], "names", None)
         if names is not None and isinstance(value, int):
-            return str(names[value])
+            return str(names[value]) if 0 <= value < len(names) else str(value)  # -1 stands for no label
         return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
     def _check_left_out(self, *, needs_target: bool) -> None:

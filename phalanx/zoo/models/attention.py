@@ -172,7 +172,7 @@ class DropPath(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the share, which torch prints."""
-        return f"share={self.share}"
+        return f"drop_prob={self.share}"
 
 
 def check_drop_path(drop_path: float) -> None:

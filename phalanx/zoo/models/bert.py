@@ -223,7 +223,9 @@ class Bert(nn.Module):
             return token_loss(output, target)
         precise = output.to(torch.promote_types(output.dtype, torch.float32))
         if self.config.task == "regress":
-            return F.mse_loss(precise.squeeze(-1), target.to(precise.dtype))
+            if target.numel() != len(precise):
+                raise ModelError(f"labels {list(target.shape)} for {len(precise)} texts, and each has one number")
+            return F.mse_loss(precise.flatten(), target.flatten().to(precise.dtype))
         if self.config.task == "classify":
             if target.is_floating_point():
                 raise UsageError(

@@ -238,6 +238,25 @@ def test_a_tokenizer_makes_tokens_of_texts_and_dicts_of_rows(tmp_path):
         load(str(tmp_path / "rows.csv"), tokenizer=str(tmp_path / "without-padding"), seq_len=4, val_fraction=0)
 
 
+def test_rows_without_a_label_are_refused_and_files_of_them_left_out(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+
+    def write(name: str, labels: list[int]) -> None:
+        rows = {"text": [f"text {number}" for number in range(len(labels))], "label": labels}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / name)
+
+    write("train-0.parquet", [0, 1, 1])
+    write("unsupervised-0.parquet", [-1, -1])
+    write("test-0.parquet", [0, 1])
+    train, _ = load_splits(str(tmp_path), text="text", target="label")
+    assert [int(row["labels"]) for row in train] == [0, 1, 1]
+    write("test-0.parquet", [-1, -1])
+    with pytest.raises(DataError, match="holds '-1' in the column 'label'") as raised:
+        load_splits(str(tmp_path), text="text", target="label")
+    assert "-1 stands for no label" in raised.value.hint
+
+
 def test_pairs_of_texts_are_one_sample_with_segments(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "rows.csv").write_text("first,second,label\nab,cde,yes\nlonger text,x,no\n")
