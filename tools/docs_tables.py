@@ -92,7 +92,7 @@ _EXTRAS = {
     "mlflow": "logging to [MLflow](monitoring.md#mlflow)",
     "kubernetes": "[submitting to Kubernetes](clusters/kubernetes.md), Kubeflow and docker-compose",
     "monitor": "the [dashboard](runs.md#dashboard) and other tools that watch runs",
-    "s3": "[checkpoints at s3:// URLs](checkpoint-tools.md#checkpoints-at-urls)",
+    "s3": "[checkpoints at s3:// URLs](checkpoints.md#checkpoints-at-urls)",
     "wandb": "logging to [Weights & Biases](monitoring.md#weights-biases)",
     "ray": "the [Ray](ray.md) engine, and searches on a Ray cluster",
     "ray-serve": "the example that serves a checkpoint with Ray Serve",
