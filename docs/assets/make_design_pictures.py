@@ -1,4 +1,4 @@
-"""Draw the three pictures of docs/design/index.md: `python docs/assets/make_design_pictures.py`.
+"""Draw the pictures of docs/design/index.md and docs/how-it-works.md: `python docs/assets/make_design_pictures.py`.
 
 The picture of the packages is made from the layers that tests/shape checks.
 """
@@ -78,11 +78,11 @@ def launch() -> None:
         "launch.svg",
         840,
         390,
-        box(20, 20, 230, 56, "phalanx train (cli/, runs/)\nconfig, checks", PARENT),
+        box(20, 20, 230, 56, "phalanx train (cli/, run/)\nconfig, checks", PARENT),
         box(20, 130, 230, 56, "supervisor (launch/)\nattempts, signals, console", PARENT),
         box(330, 130, 190, 56, "fork server\ntorch is imported", PARENT),
         box(600, 40, 210, 50, "store agent\nTCPStore on loopback", PARENT),
-        box(600, 140, 210, 50, "rank 0: worker.py\ntrainers, loop, strategies", RANK),
+        box(600, 140, 210, 50, "rank 0: worker.py\nrun/, loop/, strategies/", RANK),
         box(600, 230, 210, 50, "rank 1: worker.py", RANK),
         box(600, 320, 210, 50, "rank N", RANK),
         box(20, 290, 230, 56, "failure report\nfirst cause, rank, step, log", PARENT),
@@ -131,7 +131,49 @@ def step() -> None:
     )
 
 
+def how_it_works() -> None:
+    """Draw a step, a checkpoint and a lost rank, one row each."""
+    parts = []
+    rows = (
+        (
+            "A step",
+            "the batch's share\nof this rank",
+            "forward and\nbackward",
+            "gradients are\nreduced meanwhile",
+            "optimizer step,\non all ranks or none",
+            "heartbeat, log,\nhooks",
+        ),
+        (
+            "A checkpoint",
+            "state is copied\nto host memory",
+            "training\ngoes on",
+            "each rank hashes\nand writes its part",
+            "rank 0 renames\nthe whole folder",
+            "the oldest one\nis removed",
+        ),
+        (
+            "A lost rank",
+            "a rank is killed,\nhangs or fails",
+            "the others leave\ntheir collective",
+            "a new process takes\nthe empty place",
+            "it gets weights and\nstates from the others",
+            "the step\nis repeated",
+        ),
+    )
+    fills = (RANK, RANK, PARENT)
+    for row, (title, *texts) in enumerate(rows):
+        y = 34 + 108 * row
+        parts.append(f'<text x="12" y="{y - 10}" font-weight="bold">{title}</text>')
+        for place, text in enumerate(texts):
+            x = 12 + 168 * place
+            parts.append(box(x, y, 148, 54, text, BOTH if (row, place) in ((1, 1), (2, 0)) else fills[row]))
+            if place:
+                parts.append(arrow(x - 20, y + 27, x - 2, y + 27))
+    picture("how-it-works.svg", 848, 318, *parts)
+
+
 if __name__ == "__main__":
+    how_it_works()
     packages()
     launch()
     step()
