@@ -137,7 +137,7 @@ def how_it_works() -> None:
     rows = (
         (
             "A step",
-            "the batch's share\nof this rank",
+            "this rank's share\nof the batch",
             "forward and\nbackward",
             "gradients are\nreduced meanwhile",
             "optimizer step,\non all ranks or none",
@@ -156,7 +156,7 @@ def how_it_works() -> None:
             "a rank is killed,\nhangs or fails",
             "the others leave\ntheir collective",
             "a new process takes\nthe empty place",
-            "it gets weights and\nstates from the others",
+            "the others send it\nweights and states",
             "the step\nis repeated",
         ),
     )
