@@ -42,7 +42,7 @@ class F1:
         if self._average == "binary" and self._positive is None and output.shape[1] > _TWO:
             raise UsageError(
                 f"f1 scores one of two classes, and the model has {output.shape[1]}",
-                hint="Write: --set metrics.f1=macro_f1, or in Python F1(positive=...) for one class.",
+                hint="Write: --set metrics.f1=macro_f1, or in Python name the class that F1 scores.",
             )
         return rows
 
