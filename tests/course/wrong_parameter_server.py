@@ -205,14 +205,14 @@ WRONG = (
         "server-async",
         "waits for all workers",
         (("    while len(log) < steps * len(workers):\n", "    for _ in range(steps):\n"), (ASYNC_LOOP, ROUNDS)),
-        says="Worker 1 waits for worker 2",
+        says="waits for worker",
         fast=True,
     ),
     Wrong(
         "server-async",
         "takes the workers in turn",
         (("    while len(log) < steps * len(workers):\n", "    for _ in range(steps):\n"), (ASYNC_LOOP, TWO_BY_TWO)),
-        says="Worker 1 waits for worker 2",
+        says="waits for worker",
     ),
     Wrong(
         "server-async",

@@ -359,7 +359,7 @@ def test_a_rank_that_hangs_in_a_loop_of_the_package_is_named(launch_script):
     run = launch_script(source, ranks_per_node=2)
     assert run.report.startswith("rank 1 on ")
     assert "that rank 0 entered at train.py:11; it is at train.py:10 in <module>" in run.report
-    assert "waited 8 s in shared memory for rank 1" in run.report
+    assert re.search(r"waited \d+ s in shared memory for rank 1", run.report)
 
 
 def test_a_node_that_is_lost_is_named(tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from phalanx.launch.forkserver.preload import PRELOAD, SINGLE_THREADED
 
 __all__ = ["DEVNULL", "Popen", "TimeoutExpired", "run"]  # what the client of the fork server takes from `subprocess`
 
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""A program ignores those of them that its parent ignores; nohup ignores the first."""
 WARM = "tests-warm"
 """The name of the warm process of a program, which `ps` shows."""
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -64,6 +67,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
                 "cwd": os.path.abspath(cwd or os.curdir),
                 "session": bool(start_new_session),
                 "passed": list(pass_fds),
+                "ignored": [int(number) for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
             }
             with contextlib.suppress(_Unavailable):
                 self.pid = warm.fork(request, [*given, *pass_fds])

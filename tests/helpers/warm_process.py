@@ -159,7 +159,9 @@ def _set_up(request: messages.Message, given: list[int]) -> None:
     """Give this process what the program begins with: session, descriptors, folder, environment, import path."""
     if request["session"]:
         os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in programs.SIGNALS:
+        begin = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else begin)
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH) for descriptor in given]
     for descriptor in given:
         os.close(descriptor)

@@ -23,9 +23,15 @@ from phalanx.run.conductor import RecordedRun
 
 
 def runs_nothing(run, *args, **options):
-    time.sleep(0.5)
+    wait_for_the_other(run.folder.name)
     with open("runs-of-the-script", "a") as file:
         file.write(run.folder.name + chr(10))
+
+
+def wait_for_the_other(run):
+    deadline = time.monotonic() + 60
+    while not os.path.exists(f"refused-{run}") and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def start(barrier, number, words, whole):
@@ -33,7 +39,10 @@ def start(barrier, number, words, whole):
     if not whole:
         RecordedRun.on_ranks = runs_nothing
     barrier.wait()
-    os._exit(main(words) or 0)
+    code = main(words) or 0
+    if code:
+        open("refused-run-" + number.partition("-")[0], "w").close()
+    os._exit(code)
 
 
 fork = multiprocessing.get_context("fork")
@@ -53,7 +62,9 @@ SCRIPT = """
 import os, time
 with open("runs-of-the-script", "a") as file:
     file.write(os.environ["PHALANX_RUN_DIR"] + chr(10))
-time.sleep(1.0)
+deadline = time.monotonic() + 60
+while not os.path.exists("refused-" + os.path.basename(os.environ["PHALANX_RUN_DIR"])) and time.monotonic() < deadline:
+    time.sleep(0.01)
 """
 
 

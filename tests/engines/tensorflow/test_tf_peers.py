@@ -72,7 +72,10 @@ def test_a_process_that_waits_too_long_is_ended_with_the_reason(tmp_path, silent
     cluster = {"worker": ["127.0.0.1:1", silent, listening]}
     config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
     words = ("train", "--backend", "tensorflow", "--start-timeout", 0.2, "--script", script)
-    done = finish(start(*words, cwd=tmp_path, TF_CONFIG=config))
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    process = start(*words, cwd=tmp_path, TF_CONFIG=config)
+    signal.signal(signal.SIGHUP, before)
+    done = finish(process)
     assert done.code == 1
     assert f"1 task of TF_CONFIG did not answer within 0.2 s: worker 1 ({silent})" in done.err
     assert "--start-timeout" in done.err

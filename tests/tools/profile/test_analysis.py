@@ -104,7 +104,7 @@ def test_ranks_whose_clocks_differ_by_seconds_are_aligned(tmp_path, behind):
     said = verdict(found)
     assert said.startswith("straggler-bound: for 60% of the step the other ranks wait for rank 1 on node1"), said
     assert "its forward phase takes 30.0 ms longer" in said
-    assert "compare that machine with the others" in said
+    assert "compare that node with the others" in said
     gains = {each.change: each.seconds for each in what_if(found)}
     wanted = {"no data wait": 0.048, "network twice as fast": 0.0485, "perfect overlap": 0.047, "no straggler": 0.02}
     assert gains == pytest.approx(wanted, abs=1e-5)
