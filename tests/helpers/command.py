@@ -93,10 +93,10 @@ def finish(process: subprocess.Popen[str], seconds: float = 300) -> Answer:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill a program and everything it started."""
+    """Kill a program and everything it started, itself first: it must not answer the end of a rank."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid)
-        for member in [*family.children(recursive=True), family]:
+        for member in [family, *family.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
 
