@@ -68,8 +68,8 @@ def hub_path(text: str, purpose: str = "model") -> Path:
         kind, hint = ("a data set", HUB_HINT) if place.is_data else ("a model", "A data set is hf://datasets/ORG/NAME.")
         raise UsageError(f"{text} names {kind}, and {_NOUNS[purpose]} is needed", hint=hint)
     root = Path(_downloaded(text, place, purpose))
-    path = root / place.path
-    files = list(root.glob(place.path)) if "*" in place.path else [path] if path.is_file() else [*path.glob("**/*.*")]
+    entries = root.glob(place.path) if place.path else [root]
+    files = [file for entry in entries for file in (entry.rglob("*") if entry.is_dir() else [entry]) if file.is_file()]
     within = f" in {place.path}" if place.path else ""
     if not files:
         raise UsageError(
@@ -81,7 +81,7 @@ def hub_path(text: str, purpose: str = "model") -> Path:
             f"{text} has no weights as safetensors{within}; pickles (pytorch_model.bin) are not read",
             hint="Look for a revision that has them, often hf://ORG/NAME@refs/pr/1.",
         )
-    return path
+    return root / place.path
 
 
 def _downloaded(text: str, place: HubPlace, purpose: str) -> str:
@@ -91,8 +91,8 @@ def _downloaded(text: str, place: HubPlace, purpose: str) -> str:
     except ImportError:
         raise UsageError(f"{text} needs the library huggingface_hub", hint="Run: pip install huggingface_hub") from None
     below = f"{place.path}/" if place.path else ""
-    is_file = "*" in place.path or Path(place.path).suffix in {f".{name.rpartition('.')[2]}" for name in _FILES["data"]}
-    wanted = [place.path] if is_file and place.is_data else [below + pattern for pattern in _FILES[purpose]]
+    # What follows the name may be a folder, or a file or pattern itself.
+    wanted = [*filter(None, [place.path]), *(below + pattern for pattern in _FILES[purpose])]
     kind: dict[str, Any] = {"repo_type": "dataset"} if place.is_data else {}
     # A pattern matches folders below, too; "consolidated" is another copy of the weights.
     ignored = None if place.is_data else [f"{below}*/*", f"{below}consolidated*"]
