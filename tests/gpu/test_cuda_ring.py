@@ -25,7 +25,6 @@ def train(folder: str, **settings: object) -> tuple[dict[str, torch.Tensor], lis
         progress=False,
         max_steps=8,
         log_every_n_steps=1,
-        bucket_cap_mb=0.05,
         **settings,
     )
     task = TrainTask(model, data, loss_fn=nn.functional.cross_entropy)
@@ -35,8 +34,8 @@ def train(folder: str, **settings: object) -> tuple[dict[str, torch.Tensor], lis
 
 
 def test_ring_gives_what_ddp_gives(ranks, tmp_path):
-    ddp = ranks(lambda: train(str(tmp_path / "a"), strategy="ddp"), world_size=2)
-    ring = ranks(lambda: train(str(tmp_path / "b"), strategy="ring"), world_size=2)
+    ddp = ranks(lambda: train(str(tmp_path / "a"), strategy="ddp", bucket_cap_mb=0.05), world_size=2)
+    ring = ranks(lambda: train(str(tmp_path / "b"), strategy="ring", bucket_cap_mb=0.05), world_size=2)
     for (expected, _), (found, _) in zip(ddp, ring, strict=True):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
@@ -45,7 +44,7 @@ def test_ring_gives_what_ddp_gives(ranks, tmp_path):
 @pytest.mark.parametrize("strategy", ["ddp", "ring"])
 @pytest.mark.parametrize("compression", ["fp16", "bf16", "int8", "sign", "topk", "randomk", "powersgd"])
 def test_compressed_ranks_stay_equal_and_learn(ranks, tmp_path, strategy, compression):
-    settings = {"strategy": strategy, "compression": compression, "learning_rate": 1e-2}
+    settings = {"strategy": strategy, "compression": compression, "learning_rate": 1e-2, "bucket_cap_mb": 0.05}
     (first, losses), (second, _) = ranks(lambda: train(str(tmp_path), **settings), world_size=2)
     for name, value in first.items():
         assert torch.equal(second[name], value), name

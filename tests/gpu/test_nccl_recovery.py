@@ -24,7 +24,8 @@ from waiting import until
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PROGRAM = Path(__file__).parents[1] / "helpers" / "nccl_faults.py"
-FOUR = {"num_workers": 4, "max_steps": 24, "batch_size": 4, "memory_frequency": 1}
+FOUR = {"num_workers": 4, "max_steps": 24, "batch_size": 4}
+SHARDED = {**FOUR, "memory_frequency": 1}
 
 
 class Run:
@@ -148,14 +149,14 @@ def test_during_evaluation(tmp_path):
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        ("mlp", {"strategy": "fsdp"}),
-        ("gpt", {"strategy": "auto", "tensor_parallel": 2, "pipeline_parallel": 2}),
-        ("mlp", {"strategy": "ring"}),
+        ("mlp", {**SHARDED, "strategy": "fsdp"}),
+        ("gpt", {**SHARDED, "strategy": "auto", "tensor_parallel": 2, "pipeline_parallel": 2}),
+        ("mlp", {**FOUR, "strategy": "ring"}),
     ],
     ids=["fsdp", "tensor x pipeline", "ring"],
 )
 def test_ranks_are_replaced(tmp_path, model, settings):
-    plan = {"model": model, "settings": {**FOUR, **settings}}
+    plan = {"model": model, "settings": settings}
     quiet = Run(tmp_path / "quiet", [], **plan).ended()
     hit = Run(tmp_path / "hit", [["kill", 10, 1, "boundary"], ["kill", 18, 2, "boundary"]], **plan).ended()
     seconds = [event["seconds"] for event in hit.recovered()]

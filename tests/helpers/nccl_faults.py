@@ -2,7 +2,7 @@
 
 python nccl_faults.py '{"faults": [["kill", 12, 1, "backward"]], "settings": {"num_workers": 3}}' FOLDER
 
-With NCCL_FAULTS_DUMP=3 each rank prints its stacks 3 s after an abort, unless it is in a new group by then.
+With NCCL_FAULTS_DUMP=3 each rank prints its stacks every 3 s after an abort, or its start, until it is in a new group.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Faults(phalanx.Callback):
         dist.init_process_group = join_or_fail
         if seconds := os.environ.get("NCCL_FAULTS_DUMP"):
             dump_after_aborts(float(seconds))
+            if any(self.folder.glob("fault-*")):  # a rank that replaces a lost one
+                faulthandler.dump_traceback_later(float(seconds), repeat=True)
 
     def on_fit_start(self, trainer: Any) -> None:
         faulthandler.cancel_dump_traceback_later()

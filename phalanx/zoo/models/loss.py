@@ -179,7 +179,7 @@ class _EightBits(_Factors):
 
 def _cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Return each token's loss, and the gradient of the logits; those may be overwritten."""
-    if logits.is_cuda and has_triton():
+    if logits.is_cuda and logits.dtype is not torch.float64 and has_triton():  # the kernel computes in float32
         from phalanx.speed import kernels
 
         return kernels.cross_entropy_(logits, targets, vocabulary), logits
