@@ -23,7 +23,7 @@ _BOOSTS = {
     "faq.md": 5.0,
     **dict.fromkeys(("learn/", "start-here.md", "course.md"), 0.02),
     **dict.fromkeys(("reference/", "tested.md", "benchmarks.md", "design/"), 0.1),
-    **dict.fromkeys(("coming-from.md", "examples.md", "applications/", "compat.md", "install.md"), 0.4),
+    **dict.fromkeys(("coming-from.md", "examples.md", "applications/", "install.md"), 0.4),
 }
 """How much pages weigh in the search, by the beginning of their path: who asks wants the manual, not the course.
 
