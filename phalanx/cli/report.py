@@ -117,7 +117,8 @@ def _document(stored: StoredRun, ledger: Account) -> dict[str, Any]:
 
 
 def _lines(stored: StoredRun, ledger: Account) -> list[str]:
-    again = f", {ledger.redone_steps:,} steps done again" if ledger.redone_steps else ""
+    redone = ledger.redone_steps
+    again = f", {redone:,} step{'s' * (redone != 1)} done again" if redone else ""
     tries = f"{ledger.attempts} attempts" if ledger.attempts > 1 else "1 attempt"
     shares = ledger.shares
     largest = max(shares.values(), default=1.0) or 1.0

@@ -223,13 +223,16 @@ def _show(namespace: argparse.Namespace) -> None:
         print_json({**facts, "record": dataclasses.asdict(record) if record else None})
         return
     error = run.failure if facts["status"] == "failed" else {}
+    raised = f"{error['type']}: {error['message']}" if error else ""
+    # The report names the guilty rank; the last record may be that of a rank which only waited for it.
+    cause = record.cause if record is not None and facts["status"] == "failed" else ""
     rows = [
         ("folder", str(run.path)),
         ("command", run.command),
         ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))),
         ("status", f"{facts['status']} ({facts['reason']})" if facts["reason"] else facts["status"]),
         ("damage", run.damage),
-        ("error", f"{error['type']}: {error['message']}" if error else ""),
+        ("error", cause or raised),
         ("steps", of_total(facts["steps"], facts["total_steps"])),
         ("best", f"{facts['best_metric']} {facts['best_value']:.6g}" if facts["best_metric"] else ""),
         ("best checkpoint", str(facts["best_checkpoint"] or "")),

@@ -106,7 +106,8 @@ def _end(run: RecordedRun, outcome: str, error: BaseException | None, *, is_disc
     if is_discarded:
         discard(run.folder, error)
     elif not run.config.node_rank:
-        end_record(run.folder, outcome)
+        cause = str(error).partition("\n")[0] if outcome == "failed" else ""
+        end_record(run.folder, outcome, cause)
 
 
 def _write_failure(folder: Path, error: Exception) -> None:

@@ -86,6 +86,8 @@ class RunRecord:
     """When the run was last resumed in its folder."""
     outcome: str = ""
     """How the command ended: finished, failed, preempted or interrupted; a script may write no events."""
+    cause: str = ""
+    """Why it failed, as its report begins: the guilty rank and its error; empty for other ends."""
     slurm_job: str = ""
     """The job of Slurm that started it; empty without one."""
     slurm_restarts: int = 0
@@ -194,11 +196,11 @@ def keep_recipe(run_dir: Path, recipe: Mapping[str, Any]) -> None:
         dataclasses.replace(record, recipe=dict(recipe)).write(run_dir)
 
 
-def end_record(run_dir: Path, outcome: str) -> None:
-    """Write how the command ended, where the run's folder still exists."""
+def end_record(run_dir: Path, outcome: str, cause: str = "") -> None:
+    """Write how the command ended, and why it failed, if the run's folder still exists."""
     record = read_record(run_dir)
     if isinstance(record, RunRecord):
-        dataclasses.replace(record, outcome=outcome).write(run_dir)
+        dataclasses.replace(record, outcome=outcome, cause=cause).write(run_dir)
 
 
 def _git(*words: str) -> str | None:

@@ -128,7 +128,7 @@ function goodput(detail) {
   if (total < LONG_ENOUGH && chosen().every(run => run.status !== "running")) return h("div", { className: "goodput" },
     heading(detail.id), h("p", { className: "soft" }, `It took ${duration(total)}: too short to say where time goes.`));
   const tries = detail.attempts > 1 ? `, ${detail.attempts} attempts` : "";
-  const again = detail.redone ? `, ${number(detail.redone)} steps done again` : "";
+  const again = detail.redone ? `, ${number(detail.redone)} step${detail.redone === 1 ? "" : "s"} done again` : "";
   const words = parts.filter(([, seconds]) => seconds / total >= 0.005).sort((a, b) => b[1] - a[1])
     .map(([name, seconds]) => `${name} ${part(seconds)}`).join(" · ");
   return h("div", { className: "goodput" }, heading(detail.id, `${duration(total)} of wall time, with start-up${tries}${again}`),
