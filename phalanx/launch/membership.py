@@ -246,8 +246,8 @@ class Membership:
         self._looked = -math.inf
         """When the leader has looked for silent nodes."""
         self._checked = now
-        self._stood_still = False
-        """Whether this node was suspended for so long that the others have left it out, and may have finished."""
+        self._woke: float | None = None
+        """When this node went on that was suspended for so long that the others may have left it out, and finished."""
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
@@ -370,12 +370,13 @@ class Membership:
     def check(self, now: float) -> list[Action]:
         """Return what to do now."""
         actions: list[Action] = []
-        self._stood_still = self._stood_still or now - self._checked > self._silence
+        if now - self._checked > self._silence:
+            self._woke = now
         self._checked = now
         self._watch_neighbours(now, actions)
         if self.phase == "searching":
             self._go_on_searching(now, actions)
-        elif self.phase == "electing" and self._stood_still:  # the reports that came meanwhile are old
+        elif self.phase == "electing" and self._woke is not None:  # the reports that came meanwhile are old
             actions.append(self._left_out(self._lost))
         elif self.leads:
             self._find_lost(now, actions)
@@ -528,7 +529,9 @@ class Membership:
         silence = now - self._contact
         ended = self._store_ended or self._noticed.get(self.leader) == "ended"
         if not ended and silence <= SUSPECT_SECONDS + 2 * self.period:
-            self._suspected, self._stood_still = None, False
+            self._suspected = None
+            if self._woke is not None and now - self._woke > self._silence:  # else it may not have said so yet
+                self._woke = None
             return
         # A process that is killed closes its connections one after the other: its node may refuse a moment later.
         self._suspected = now if self._suspected is None else self._suspected
@@ -570,7 +573,7 @@ class Membership:
         before = itertools.islice(names, bisect.bisect_left(names, self.own))
         possible = (node for node in before if node not in self.ended and node not in self._uncertain)
         rest = tuple(itertools.islice(possible, number))
-        if not rest and (self._stood_still or (self._is_stale and self._lost in self.ended)):
+        if not rest and (self._woke is not None or (self._is_stale and self._lost in self.ended)):
             actions.append(self._left_out(self._lost))
             return
         if not rest:

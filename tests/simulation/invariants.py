@@ -26,7 +26,8 @@ class Invariants:
         self._group: RankGroup | None = None
         """The group that took the last step."""
         self._retired: set[int] = set()
-        self._step = 0
+        self._step = self._held = 0
+        """The last step, and the one whose state the ranks of a group hold."""
         self._views: dict[tuple[str, int, int], tuple[Any, ...]] = {}
         self._positions: dict[str, GroupKey] = {}
         self._places: dict[tuple[GroupKey, int], str] = {}
@@ -68,8 +69,10 @@ class Invariants:
         if last is not None and group.key < last.key:
             self._fail("split brain", f"{group.key} forms after {last.key} has trained")
         self._begins[id(group)] = group.step
-        if from_memory and last is not None and group.step < self._step - 0 and group.key[:2] == last.key[:2]:
-            self._fail("steps taken twice", f"{group.key} goes on at {group.step}, and {self._step} was complete")
+        if not from_memory:  # it goes back to a checkpoint, and so does who takes its state
+            self._held = group.step
+        if from_memory and last is not None and group.step < self._held and group.key[:2] == last.key[:2]:
+            self._fail("steps taken twice", f"{group.key} goes on at {group.step}, and {self._held} was complete")
 
     def on_step(self, group: RankGroup) -> None:
         """One group trains at a time, and each step follows the one before."""
@@ -89,7 +92,7 @@ class Invariants:
                 self._fail("steps skipped", f"{group.key} begins with {group.step} after {begin}")
         elif group.step != self._step + 1:
             self._fail("steps skipped", f"{group.key}: {group.step} after {self._step}")
-        self._step = group.step
+        self._step = self._held = group.step
 
     def _has_just_woken(self, group: RankGroup) -> bool:
         """Whether all machines of a group stood still, so that its launchers have had no time to end its ranks."""

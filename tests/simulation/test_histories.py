@@ -38,6 +38,8 @@ FAILED = {
     "a node that stood still leads with reports from before the end": 109782,
     "a node that learns late that the others have ended leads alone": 106125,
     "a first node begins again while the others gather": 107371,
+    "late nodes do not say what they know, and a leader alone waits for them": 17046,
+    "the leader ends before a node that stood still hears that it was left out": 25592,
 }
 """Seeds whose histories have violated an invariant once."""
 

@@ -441,7 +441,7 @@ class Node:
         before = self.view.nodes
         if self.view.apply(message):
             changes = came_or_went(before, self.view.nodes, message)
-            if changes:
+            if changes or message.whole:  # a node that has come late says what it knows, too: its word counts
                 self._actions.append(NodesChanged(changes, message.version))
 
     def _on_arrival(self, event: NodeArrived) -> None:
