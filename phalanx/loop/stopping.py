@@ -19,7 +19,6 @@ from phalanx.errors import PreemptedError
 from phalanx.host.processes import stop_reason
 from phalanx.loop import optional
 from phalanx.loop.best import MetricWatch
-from phalanx.loop.preemption import StopNotices
 from phalanx.observe.format import duration
 from phalanx.observe.guard import say_to_user
 from phalanx.world.abort import raise_if_aborted
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from phalanx.loop.formation import Formation
+    from phalanx.loop.preemption import StopNotices
     from phalanx.loop.tuning_trial import EpochControl
 
 _READ_EVERY_SECONDS = 0.25
@@ -195,7 +195,7 @@ class RunControl:
         config = self._formation.config
         if config.preemption_file is None and "SLURM_JOB_ID" not in os.environ:
             return None
-        return StopNotices(config, self._formation.world, self.stop.ask, say)
+        return optional.StopNotices(config, self._formation.world, self.stop.ask, say)
 
     def end_early(self, reason: str, status: str = "finished") -> None:
         """End training after this step; the first reason counts."""
