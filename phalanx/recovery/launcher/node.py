@@ -130,22 +130,6 @@ class Node:
             FillDue: self._on_fill_due,
             ArrivalsDue: self._on_arrivals_due,
         }
-        self._readers: Final[dict[type, Callable[[str, Any], None]]] = {
-            FromRank: self._on_from_rank,
-            LostRank: self._on_lost_rank,
-            FinishedRank: self._on_finished_rank,
-            NodeEnded: self._on_node_ended,
-            Hello: self._on_hello,
-            ResizeAsked: self._on_resize_asked,
-            CommonPosition: self._on_common_position,
-            Orders: self._on_orders,
-            StartRanks: self._on_start_ranks,
-            LateRank: self._on_late_rank,
-            LeftOut: self._on_left_out,
-            ResizeAnswer: self._on_resize_answer,
-            RunOver: self._on_run_over,
-            ViewChange: self._on_view_change,
-        }
 
     def _first_group(self) -> ElasticGroup:
         members = []
@@ -191,7 +175,7 @@ class Node:
             self._send(ALL, CommonPosition(position))
         for node, of_node in orders.items():
             if node == self.own:
-                self._on_orders(node, Orders(tuple(of_node)))
+                self._pass_on(Orders(tuple(of_node)))
             elif node in self.view.nodes:
                 self._send(node, Orders(tuple((key, _place(order)) for key, order in of_node)))
 
@@ -273,13 +257,10 @@ class Node:
         if self.group is not None:
             self.group.on_loss(rank, event.how, None)
             return
-        self._forget(event.key)
+        del self.here[event.key]
+        self._members.discard(event.key)
+        self._actions.append(Retire(event.key))
         self._report(LostRank(event.key, event.code, event.how, event.failure))
-
-    def _forget(self, key: str) -> None:
-        self.here.pop(key, None)
-        self._members.discard(key)
-        self._actions.append(Retire(key))
 
     def _on_finished(self, event: RankFinished) -> None:
         rank = self.here.get(event.key)
@@ -368,76 +349,74 @@ class Node:
         self._read(event.sender, event.message)
 
     def _read(self, sender: str, message: Wire) -> None:
-        if isinstance(message, _ORDERS) and sender not in (self.own, self.view.leader):
-            return  # of one that led before
-        if self._takeover is not None and not isinstance(message, Hello):
+        if isinstance(message, Hello):
+            self._on_hello(sender, message)
+        elif isinstance(message, _ORDERS):
+            if sender in (self.own, self.view.leader):  # else of one that led before
+                self._obey(message)
+        elif self._takeover is not None:
             self._takeover.waiting.append((sender, message))
         else:
-            self._readers[type(message)](sender, message)
+            self._hear(sender, message)
 
-    def _on_from_rank(self, sender: str, message: FromRank) -> None:
-        if self.group is not None:
-            rank = self.group.ranks.get(message.key)
-            if rank is None:
-                rank = Rank(message.key, sender, message.slot, message.slot, message.local_rank)
-            self.group.on_message(rank, message.message)
+    def _hear(self, sender: str, report: Wire) -> None:
+        """Take what another node reports; about its ranks only if this one leads."""
+        group = self.group
+        match report:
+            case FromRank(key, slot, local_rank, message) if group is not None:
+                group.on_message(group.ranks.get(key) or Rank(key, sender, slot, slot, local_rank), message)
+            case LostRank(key, code, how, failure) if group is not None:
+                # A rank that is not known is a new one, which has not reported yet.
+                rank = group.ranks.get(key) or Rank(key, sender, -1, -1)
+                rank.code = code
+                group.on_loss(rank, how, failure)
+            case FinishedRank(key) if group is not None and key in group.ranks:
+                group.ranks[key].code = 0
+                self._on_end(group.ranks[key])
+            case NodeEnded():
+                self._ended.add(sender)
+            case ResizeAsked(ranks):
+                self._requests.append((sender, ranks))  # carried out when the group has settled
 
-    def _on_lost_rank(self, sender: str, message: LostRank) -> None:
-        if self.group is not None:  # a rank that is not known is a new one, which has not reported yet
-            rank = self.group.ranks.get(message.key) or Rank(message.key, sender, -1, -1)
-            rank.code = message.code
-            self.group.on_loss(rank, message.how, message.failure)
+    def _obey(self, order: Wire) -> None:
+        """Do what the node that leads says."""
+        match order:
+            case Orders():
+                self._pass_on(order)
+            case CommonPosition(position):
+                self._common_position = position
+            case StartRanks(count, generation):
+                self._has_said_end = False
+                self._ended.discard(self.own)
+                self._actions.append(Start(count, generation))
+            case LateRank(key):
+                self._late.add(key)
+            case LeftOut(why):
+                self._actions.append(GiveUp(f"this node is left out of the run: {why}", alone=True))
+            case ResizeAnswer(refused):
+                self._actions.append(AnswerRequest(refused))
+            case RunOver():
+                self._actions.append(AllOver())
+            case ViewChange():
+                self._on_view_change(order)
 
-    def _on_finished_rank(self, sender: str, message: FinishedRank) -> None:
-        if self.group is not None and (rank := self.group.ranks.get(message.key)) is not None:
-            rank.code = 0
-            self._on_end(rank)
-
-    def _on_node_ended(self, sender: str, message: NodeEnded) -> None:
-        self._ended.add(sender)
-
-    def _on_resize_asked(self, sender: str, message: ResizeAsked) -> None:
-        self._requests.append((sender, message.ranks))  # carried out when the group has settled
-
-    def _on_orders(self, sender: str, message: Orders) -> None:
-        for key, order in message.orders:
+    def _pass_on(self, orders: Orders) -> None:
+        """Let ranks of this node have their orders, and note what becomes of them."""
+        for key, order in orders.orders:
             if isinstance(order, Place):
                 assert self._common_position is not None, "it comes first"
                 order = dataclasses.replace(self._common_position, **vars(order))
-            if (rank := self.here.get(key)) is not None:
-                self._note_order(rank, order)
+            rank = self.here.get(key)
+            if rank is not None and isinstance(order, Position):
+                self._ready.pop(key, None)
+                self._members.add(key)
+                self._formed_at = self.now
+                rank.rank, rank.local_rank = order.rank, order.local_rank
+            elif rank is not None and isinstance(order, (End, Wait)):
+                self._members.discard(key)
             self._actions.append(Deliver(key, order))
 
-    def _on_common_position(self, sender: str, message: CommonPosition) -> None:
-        self._common_position = message.position
-
-    def _note_order(self, rank: Rank, order: Wire) -> None:
-        if isinstance(order, Position):
-            self._ready.pop(rank.key, None)
-            self._members.add(rank.key)
-            self._formed_at = self.now
-            rank.rank, rank.local_rank = order.rank, order.local_rank
-        elif isinstance(order, (End, Wait)):
-            self._members.discard(rank.key)
-
-    def _on_start_ranks(self, sender: str, message: StartRanks) -> None:
-        self._has_said_end = False
-        self._ended.discard(self.own)
-        self._actions.append(Start(message.count, message.generation))
-
-    def _on_late_rank(self, sender: str, message: LateRank) -> None:
-        self._late.add(message.key)
-
-    def _on_left_out(self, sender: str, message: LeftOut) -> None:
-        self._actions.append(GiveUp(f"this node is left out of the run: {message.why}", alone=True))
-
-    def _on_resize_answer(self, sender: str, message: ResizeAnswer) -> None:
-        self._actions.append(AnswerRequest(message.refused))
-
-    def _on_run_over(self, sender: str, message: RunOver) -> None:
-        self._actions.append(AllOver())
-
-    def _on_view_change(self, sender: str, message: ViewChange) -> None:
+    def _on_view_change(self, message: ViewChange) -> None:
         before = self.view.nodes
         if self.view.apply(message):
             changes = came_or_went(before, self.view.nodes, message)
@@ -540,7 +519,7 @@ class Node:
         for version in range(self.view.version + 1, newest + 1):
             if version not in known and not (version := min((v for v in known if known[v].whole), default=0)):
                 return False
-            self._on_view_change(self.view.leader, known[version])
+            self._on_view_change(known[version])
         self.view.term = max([self.view.term, *(report.term for report in takeover.reports.values())])
         return self.own in self.view.nodes
 
