@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any
 
 from phalanx.host.wire import Wire
 from phalanx.launch.agent_messages import Agreed, Lead, LeaderLost, Mailed, NodeArrived, NodesLost
@@ -114,22 +114,6 @@ class Node:
         self._early: dict[str, Hello] = {}
         """Reports of nodes that knew earlier than this one that it takes over."""
         self._actions: list[Action] = []
-        self._handlers: Final[dict[type, Callable[[Any], None]]] = {
-            RankSpoke: self._on_spoke,
-            RankStarted: self._on_started,
-            RankCrashed: self._on_failed,
-            RankFinished: self._on_finished,
-            AllHereEnded: self._on_all_here_ended,
-            Mailed: self._on_mail,
-            NodeArrived: self._on_arrival,
-            NodesLost: self._on_nodes_lost,
-            Agreed: self._on_agreed,
-            LeaderLost: self._on_leader_lost,
-            Resized: self._on_resized,
-            Tick: self._on_tick,
-            FillDue: self._on_fill_due,
-            ArrivalsDue: self._on_arrivals_due,
-        }
 
     def _first_group(self) -> ElasticGroup:
         members = []
@@ -149,10 +133,42 @@ class Node:
         self.now = now
         if self.group is not None:
             self.group.now = now
-        self._handlers[type(event)](event)
+        self._take(event)
         self._collect()
         actions, self._actions = self._actions, []
         return actions
+
+    def _take(self, event: Event) -> None:
+        group = self.group
+        match event:
+            case RankSpoke():
+                self._on_spoke(event)
+            case RankStarted(key, slot, local_rank):
+                self.here[key] = Rank(key, self.own, slot, slot, local_rank)
+            case RankCrashed():
+                self._on_crashed(event)
+            case RankFinished():
+                self._on_finished(event)
+            case AllHereEnded():
+                self._on_all_here_ended()
+            case Mailed(sender, message):
+                self._on_mail(sender, message)
+            case NodesLost():
+                self._on_nodes_lost(event)
+            case LeaderLost():
+                self._on_leader_lost(event)
+            case Resized(ranks):
+                self._on_resized(ranks)
+            case Tick():
+                self._on_tick()
+            case NodeArrived(name, host, slots, standby) if group is not None:
+                group.on_arrival(name, NodeView(host, slots, standby))
+            case ArrivalsDue() if group is not None:
+                group.take_in()
+            case FillDue() if group is not None:
+                group.refill()
+            case Agreed(version) if group is not None:
+                group.on_agreed(version)
 
     def _collect(self) -> None:
         """Add what the group has decided: orders to the ranks of one node go in one message."""
@@ -245,10 +261,7 @@ class Node:
         if self._takeover is None:
             self._send(self.view.leader, message)
 
-    def _on_started(self, event: RankStarted) -> None:
-        self.here[event.key] = Rank(event.key, self.own, event.slot, event.slot, event.local_rank)
-
-    def _on_failed(self, event: RankCrashed) -> None:
+    def _on_crashed(self, event: RankCrashed) -> None:
         rank = self.here.get(event.key)
         if rank is None:
             return
@@ -297,7 +310,7 @@ class Node:
         actions, self._actions = self._actions, []
         return actions
 
-    def _on_all_here_ended(self, _: AllHereEnded) -> None:
+    def _on_all_here_ended(self) -> None:
         if self.group is None:
             if not self._has_said_end:
                 self._has_said_end = True
@@ -308,16 +321,16 @@ class Node:
                     self._send(name, RunOver())
             self._actions.append(AllOver())
 
-    def _on_resized(self, event: Resized) -> None:
+    def _on_resized(self, ranks: int) -> None:
         if self.group is None:
-            self._report(ResizeAsked(event.ranks))
+            self._report(ResizeAsked(ranks))
             return
-        self._actions.append(AnswerRequest(self._resize(self.group, event.ranks)))
+        self._actions.append(AnswerRequest(self._resize(self.group, ranks)))
 
     def _resize(self, group: ElasticGroup, ranks: int) -> str | None:
         return group.resize(ranks, f"a request for {ranks} rank{'s' * (ranks != 1)}")
 
-    def _on_tick(self, _: Tick) -> None:
+    def _on_tick(self) -> None:
         if self._takeover is not None and self.now > self._takeover.deadline:
             self._lead_or_stop(self._takeover)
         self._lead_if_complete()
@@ -330,23 +343,15 @@ class Node:
             node, ranks = self._requests.pop(0)
             self._send(node, ResizeAnswer(self._resize(self.group, ranks)))
 
-    def _on_fill_due(self, _: FillDue) -> None:
-        if self.group is not None:
-            self.group.refill()
-
-    def _on_arrivals_due(self, _: ArrivalsDue) -> None:
-        if self.group is not None:
-            self.group.take_in()
-
     # --- other nodes --------------------------------------------------------------------------------------------------
 
-    def _on_mail(self, event: Mailed) -> None:
-        if event.sender == self.own:  # what goes to all comes back
+    def _on_mail(self, sender: str, message: Wire) -> None:
+        if sender == self.own:  # what goes to all comes back
             return
-        if self.group is not None and event.sender not in self.view.nodes and not isinstance(event.message, Hello):
-            self._send(event.sender, LeftOut("it was lost, and the others have gone on"))
+        if self.group is not None and sender not in self.view.nodes and not isinstance(message, Hello):
+            self._send(sender, LeftOut("it was lost, and the others have gone on"))
             return
-        self._read(event.sender, event.message)
+        self._read(sender, message)
 
     def _read(self, sender: str, message: Wire) -> None:
         if isinstance(message, Hello):
@@ -423,10 +428,6 @@ class Node:
             if changes:
                 self._actions.append(NodesChanged(changes, message.version))
 
-    def _on_arrival(self, event: NodeArrived) -> None:
-        if self.group is not None:
-            self.group.on_arrival(event.name, NodeView(event.host, event.slots, event.standby))
-
     def _on_nodes_lost(self, event: NodesLost) -> None:
         if self.group is not None:
             self._ended -= set(event.names)
@@ -437,10 +438,6 @@ class Node:
             for name in event.names:  # what it has reported does not count any more
                 self._takeover.reports.pop(name, None)
             self._lead_if_complete()
-
-    def _on_agreed(self, event: Agreed) -> None:
-        if self.group is not None:
-            self.group.on_agreed(event.version)
 
     # --- another leader -----------------------------------------------------------------------------------------------
 
@@ -560,7 +557,7 @@ class Node:
         for rank, last_report in ready:
             self.group.on_message(rank, last_report)
         for sender, message in takeover.waiting:
-            self._on_mail(Mailed(sender, message))
+            self._on_mail(sender, message)
 
 
 def _place(order: Wire) -> Wire:
