@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.data.device import staged
-from phalanx.data.iterable import ReadyItems
 from phalanx.data.mapped import Batches, MappedBatches
 from phalanx.data.order import BatchSplit, DrawnOrder, MicroInfo, Order, order_of, own_order
 from phalanx.data.source import Source, read_source
-from phalanx.data.streamed import StreamedBatches
 from phalanx.errors import DataError, UsageError
 
 
@@ -30,6 +28,9 @@ def open_source(
     in_order: bool,
 ) -> Batches:
     """Return the micro-batches of a source: by index where the data set has indices, else as a stream."""
+    if source.is_stream or source.ready_batches:
+        from phalanx.data.iterable import ReadyItems  # most data has an index
+        from phalanx.data.streamed import StreamedBatches
     if source.is_stream:
         return StreamedBatches(source, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
     if source.batch_sampler is not None:

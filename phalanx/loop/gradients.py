@@ -88,7 +88,7 @@ class Gradients:
         self._wrapped: list[nn.Module] = []
         self._followed = followed
         self.held = HeldParameters(strategy, unused_allowed=config.find_unused_parameters)
-        self._weight = LossWeights(world.device, 1 if strategy.local_steps else world.world_size)
+        self._weight = LossWeights(world.device, 1 if strategy.local_steps else world.world_size, config.timeout)
         self._ready = self._direct = False
         self._primary: torch.optim.Optimizer | None = None
         self._adopted: list[int] = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from phalanx.errors import UsageError
 from phalanx.torch_compat import base_of
 from phalanx.world.abort import raise_if_aborted
 from phalanx.world.world import World
+
+if TYPE_CHECKING:
+    from phalanx.comm.shm import SharedNumbers
 
 
 class StepLoss(NamedTuple):
@@ -190,14 +194,18 @@ class LossWeights:
     micro-batches and the ranks, for each call by itself. All calls share one divisor, so the sums must be equal.
     """
 
-    def __init__(self, device: torch.device, ranks: int) -> None:
+    def __init__(self, device: torch.device, ranks: int, timeout: float) -> None:
         self._device = device
         self._ranks = ranks
+        self._timeout = timeout
+        self._shared: SharedNumbers | None = None
+        """Adds weights up in shared memory, where all ranks are on this machine."""
+        self._has_looked = False
         self._sums: list[torch.Tensor] = []
         self._mean: torch.Tensor | None = None
         self._without = self._divided = False
-        self._announced: tuple[torch.Tensor, Any] | None = None
-        """The weight of a step's only micro-batch, which is being added up over the ranks."""
+        self._announced: Callable[[], float] | None = None
+        """Waits for the sum over the ranks of the weight of a step's only micro-batch."""
 
     def none(self) -> None:
         """Note a backward call without a weight."""
@@ -215,21 +223,38 @@ class LossWeights:
 
         On a GPU no collective holds the host, so `whole` adds up there.
         """
-        if self._ranks > 1 and self._device.type == "cpu":
-            total = torch.tensor([float(weight)], dtype=torch.float64)
-            group: Any = dist.group.WORLD  # dist.all_reduce would take longer than the message
-            self._announced = total, group.allreduce([total])
+        if self._ranks == 1 or self._device.type != "cpu":
+            return
+        if not self._has_looked:
+            self._shared, self._has_looked = self._share(), True
+        if self._shared is not None:
+            self._shared.put(float(weight))
+            self._announced = self._shared.total
+            return
+        total = torch.tensor([float(weight)], dtype=torch.float64)
+        group: Any = dist.group.WORLD  # dist.all_reduce would take longer than the message
+        work = group.allreduce([total])
 
-    def _sum(self, weight: float | torch.Tensor) -> torch.Tensor:
+        def finish() -> float:
+            work.wait()
+            return total.item()
+
+        self._announced = finish
+
+    def _share(self) -> SharedNumbers | None:
+        from phalanx.comm.shm import share_numbers  # most processes have one rank, or a GPU
+        from phalanx.comm.shm.pages import group_text_gatherer
+
+        return share_numbers(group_text_gatherer(None), dist.get_rank(), self._ranks, timeout=self._timeout)
+
+    def _sum_on_host(self, weight: float) -> float:
         """Return the sum over the ranks of the weight of a step's only micro-batch."""
+        if self._ranks == 1:
+            return weight
         if self._announced is None:
-            total = torch.as_tensor(weight, dtype=torch.float64, device=self._device).clone()
-            if self._ranks > 1:
-                dist.all_reduce(total)
-            return total
-        total, work = self._announced
-        self._announced = None
-        work.wait()
+            self.announce(weight)
+        assert self._announced is not None, "begun just now"
+        total, self._announced = self._announced(), None
         return total
 
     def whole(self, weight: float | torch.Tensor, _: int) -> float | torch.Tensor:
@@ -242,9 +267,12 @@ class LossWeights:
         self._divided = True
         # Without any weight there is no gradient either: zero, where a division would give NaN.
         if self._device.type == "cpu":
-            weight, sum_here = float(weight), float(self._sum(weight))
-            return weight * self._ranks / sum_here if sum_here else 0.0
-        total = self._sum(weight)
+            weight = float(weight)
+            total_here = self._sum_on_host(weight)
+            return weight * self._ranks / total_here if total_here else 0.0
+        total = torch.as_tensor(weight, dtype=torch.float64, device=self._device).clone()
+        if self._ranks > 1:
+            dist.all_reduce(total)
         return torch.where(total == 0, 0.0, weight * self._ranks / total)
 
     def add(self, weight: float | torch.Tensor, call: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from phalanx.loop.gather import gather, gather_samples
     from phalanx.loop.large_batch import LAMB, LARS
     from phalanx.loop.last_finite import LastFinite
+    from phalanx.loop.preemption import StopNotices
     from phalanx.loop.recorders import open_sinks, own_run_dir
     from phalanx.loop.reporting import Reporter
     from phalanx.loop.sync_norm import NormRanks, synchronise
@@ -23,6 +24,7 @@ __all__ = [
     "LastFinite",
     "NormRanks",
     "Reporter",
+    "StopNotices",
     "WeightAverage",
     "gather",
     "gather_samples",
@@ -36,6 +38,7 @@ _NAMES = {
     "phalanx.loop.gather": "gather gather_samples",
     "phalanx.loop.large_batch": "LAMB LARS",
     "phalanx.loop.last_finite": "LastFinite",
+    "phalanx.loop.preemption": "StopNotices",
     "phalanx.loop.recorders": "open_sinks own_run_dir",
     "phalanx.loop.reporting": "Reporter",
     "phalanx.loop.sync_norm": "NormRanks synchronise",

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,6 @@ from phalanx.errors import PreemptedError
 from phalanx.host.processes import stop_reason
 from phalanx.loop import optional
 from phalanx.loop.best import MetricWatch
-from phalanx.loop.preemption import StopNotices
 from phalanx.observe.format import duration
 from phalanx.observe.guard import say_to_user
 from phalanx.world.abort import raise_if_aborted
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from phalanx.loop.formation import Formation
+    from phalanx.loop.preemption import StopNotices
     from phalanx.loop.tuning_trial import EpochControl
 
 _READ_EVERY_SECONDS = 0.25
@@ -52,8 +54,8 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
         self._ranks_synced = ranks_synced
         self._period: int | None = None
-        self._started = 0.0
-        self._requests_read = 0
+        self._read_at: list[float] = []
+        """When the requests were read after the first steps."""
         self.reason: str | None = None
         self.regroups = False
         """Whether all ranks stop in order to go on with other ranks; agreed, as `reason` is."""
@@ -129,12 +131,10 @@ class StopRequest:
         return self._read(self._store, step)
 
     def _measure(self, store: dist.Store) -> None:
-        """Time the first steps, then agree on how often to read the store."""
-        if self._requests_read == 0:
-            self._started = time.monotonic()
-        self._requests_read += 1
-        if self._requests_read == _MEASURED_STEPS:
-            seconds = (time.monotonic() - self._started) / (_MEASURED_STEPS - 1)
+        """Time the first steps, then agree on how often to read the store: the very first take longer than most."""
+        self._read_at.append(time.monotonic())
+        if len(self._read_at) == _MEASURED_STEPS:
+            seconds = median(after - before for before, after in pairwise(self._read_at))
             key = f"{self._key}/period"
             if self._world.is_main:
                 store.set(key, str(max(1, min(1000, int(_READ_EVERY_SECONDS / max(seconds, 1e-6))))))
@@ -195,7 +195,7 @@ class RunControl:
         config = self._formation.config
         if config.preemption_file is None and "SLURM_JOB_ID" not in os.environ:
             return None
-        return StopNotices(config, self._formation.world, self.stop.ask, say)
+        return optional.StopNotices(config, self._formation.world, self.stop.ask, say)
 
     def end_early(self, reason: str, status: str = "finished") -> None:
         """End training after this step; the first reason counts."""

@@ -22,10 +22,9 @@ from phalanx.loop.loader import Augmentation, PreparedLoader
 from phalanx.loop.metrics import LossFn, Metric
 from phalanx.loop.optim import LRSchedule, build_optimizer, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, check_scheduler, make_scheduler
-from phalanx.loop.training_step import TrainingStep, check_training_step
 
 if TYPE_CHECKING:
-    from phalanx.loop.formation import Formation
+    from phalanx.loop.training_step import TrainingStep
 
 
 @dataclass
@@ -66,6 +65,8 @@ def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any,
     if task.training_step is None:
         model = formation.prepare(task.model)
         return model, formation.prepare(make_optimizer(task, formation.config, formation.device)), None
+    from phalanx.loop.training_step import TrainingStep  # few runs have a step of their own
+
     user_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)
     return task.model, user_step.groups, user_step
 
@@ -153,6 +154,8 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     check_metrics(config, has_val=task.val is not None)
     Hooks(task.callbacks)
     if task.training_step is not None:
+        from phalanx.loop.training_step import check_training_step
+
         check_training_step(task.training_step, task.model, task.optimizer, task.scheduler, config)
         if task.val is not None and type(task.model).forward is nn.Module.forward:
             raise UsageError(

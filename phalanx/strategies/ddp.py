@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx import torch_compat
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.compress import Compressor, build_compressor, merged_states
-from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
 from phalanx.comm.exchange import Exchange, TorchExchange
 from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import CommStats, Strategy
 from phalanx.strategies.tensors import average, is_meta, materialise
 from phalanx.world.world import World
+
+if TYPE_CHECKING:
+    from phalanx.comm.compress.hook import CompressionHook
 
 RANK_STATE = "compression"
 """Key of the compressors' states, one per prepared model, in a rank's part of a checkpoint."""
@@ -144,6 +146,8 @@ class DDP(CompressesGradients):
         if self.config.compression == "none":
             wrapped = DistributedDataParallel(model, **options)
         else:
+            from phalanx.comm.compress.hook import CompressionHook, FixedBuckets  # most runs compress nothing
+
             compressor = self.compressor_for(model)
             wrapped = FixedBuckets(model, **options)
             exchange = TorchExchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))

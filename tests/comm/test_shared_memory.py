@@ -25,7 +25,7 @@ from command import clean_environment, finish
 from waiting import LIMIT_SECONDS
 
 from phalanx.comm import register_backend
-from phalanx.comm.shm import SharedGroup
+from phalanx.comm.shm import SharedGroup, SharedNumbers
 from phalanx.comm.shm.pages import group_text_gatherer
 from phalanx.config import DistributedConfig
 from phalanx.errors import CommunicationError
@@ -95,6 +95,34 @@ def move_everything() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_moved_tensors_arrive(ranks, size):
     ranks(move_everything, world_size=size)
+
+
+def add_numbers() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numbers = SharedNumbers(group_text_gatherer(None), rank, size, timeout=LIMIT_SECONDS)
+    for step in range(200):
+        if step % 50 == rank:
+            time.sleep(0.01)  # the others have shown their next number before this one has read the last
+        numbers.put(step + rank / 10)
+        assert numbers.total() == sum(step + peer / 10 for peer in range(size))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_numbers_are_added_up_also_where_a_rank_is_ahead(ranks, size):
+    ranks(add_numbers, world_size=size)
+
+
+def wait_for_a_number() -> None:
+    numbers = SharedNumbers(group_text_gatherer(None), dist.get_rank(), dist.get_world_size(), timeout=0.2)
+    if dist.get_rank() == 0:
+        numbers.put(1.0)
+        with pytest.raises(CommunicationError, match="in shared memory for rank 1"):
+            numbers.total()
+    dist.barrier()
+
+
+def test_a_rank_without_a_number_is_named(ranks):
+    ranks(wait_for_a_number, world_size=2)
 
 
 def disagree(kind: str) -> str:

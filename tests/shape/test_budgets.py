@@ -19,9 +19,9 @@ from test_layers import CORE
 from phalanx.config import BACKENDS
 from phalanx.config.strategies import TABLE
 
-RANK_MODULES = 183
+RANK_MODULES = 178
 """Of a run that the fork server has started: its ranks share the memory of these modules, which it imports once."""
-FORMATION_MODULES = 92
+FORMATION_MODULES = 89
 
 NAMES = {row.name for row in TABLE} | set(BACKENDS) | {name for row in BACKENDS.values() for name in row.strategies}
 OWN_CHOICE = {"phalanx.tools.tune.search"}

@@ -22,9 +22,9 @@ def takeover_keeps_lost_nodes(patch: Patch) -> None:
     """Followers are not told which nodes were lost."""
     apply = Node._on_view_change
 
-    def without_losses(self: Node, sender: str, message: ViewChange) -> None:
+    def without_losses(self: Node, message: ViewChange) -> None:
         nodes = {name: node for name, node in message.nodes.items() if node is not None}
-        apply(self, sender, ViewChange(message.version, message.term, message.generation, message.failures, nodes))
+        apply(self, ViewChange(message.version, message.term, message.generation, message.failures, nodes))
 
     patch.setattr(Node, "_on_view_change", without_losses)
 
@@ -33,12 +33,12 @@ def takeover_forgets_late_nodes(patch: Patch) -> None:
     """Followers are not told which nodes came late."""
     apply = Node._on_view_change
 
-    def without_arrivals(self: Node, sender: str, message: ViewChange) -> None:
+    def without_arrivals(self: Node, message: ViewChange) -> None:
         known = self.view.nodes
         whole = message.whole
         nodes = {name: node for name, node in message.nodes.items() if whole or node is None or name in known}
         changed = ViewChange(message.version, message.term, message.generation, message.failures, nodes, whole)
-        apply(self, sender, changed)
+        apply(self, changed)
 
     patch.setattr(Node, "_on_view_change", without_arrivals)
 

@@ -10,9 +10,18 @@ from phalanx.comm.exchange import Exchange
 from phalanx.comm.shm.barrier import has_futexes
 from phalanx.comm.shm.pages import AllGatherText, machine_id
 from phalanx.comm.shm.shared_group import SharedGroup
+from phalanx.comm.shm.shared_numbers import SharedNumbers
 from phalanx.errors import SharedMemoryUnavailable
 
-__all__ = ["SharedExchange", "SharedGroup", "on_one_machine", "share_gradients", "share_memory"]
+__all__ = [
+    "SharedExchange",
+    "SharedGroup",
+    "SharedNumbers",
+    "on_one_machine",
+    "share_gradients",
+    "share_memory",
+    "share_numbers",
+]
 
 
 class SharedExchange(Exchange):
@@ -78,3 +87,13 @@ def share_gradients(
     """Return an exchange of the ranks of this machine and `nbytes` of their shared memory, or None."""
     group = share_memory(gather_text, rank, size, timeout=timeout, room=nbytes)
     return None if group is None else (SharedExchange(group), group.empty(nbytes, torch.uint8))
+
+
+def share_numbers(gather_text: AllGatherText, rank: int, size: int, *, timeout: float) -> SharedNumbers | None:
+    """Return sums of numbers in the shared memory of ranks on one node, else None; all ranks call this."""
+    if not on_one_machine(gather_text, rank):
+        return None
+    try:
+        return SharedNumbers(gather_text, rank, size, timeout=timeout)
+    except SharedMemoryUnavailable:  # a page or two: what needs more says that there is none
+        return None

@@ -90,18 +90,32 @@ class ShmBarrier:
 
     def wait(self, signature: bytes = b"") -> None:
         """Wait until all ranks have called this, and check that their signatures are equal."""
-        if self._aborted:
-            raise self._abort_error()
-        self.count = (self.count + 1) % _WRAP
-        offset = self._signature_at(self._rank)
-        self._bytes[offset : offset + SIGNATURE] = signature = _fitted(signature)
-        futex_count_and_wake(self._address + self._rank * SLOT)
-        for rank in self._others:
-            self._await(rank)
+        signature = _fitted(signature)
+        self.arrive(signature)
+        self.await_others()
         for rank in self._others:
             at = self._signature_at(rank)
             if self._bytes[at : at + SIGNATURE] != signature:
                 raise self._mismatch()
+
+    def arrive(self, signature: bytes) -> None:
+        """Let the others see this rank and its signature, without waiting for them: `await_others` does."""
+        if self._aborted:
+            raise self._abort_error()
+        self.count = (self.count + 1) % _WRAP
+        offset = self._signature_at(self._rank)
+        self._bytes[offset : offset + len(signature)] = signature
+        futex_count_and_wake(self._address + self._rank * SLOT)
+
+    def await_others(self) -> None:
+        """Wait until all ranks have arrived."""
+        for rank in self._others:
+            self._await(rank)
+
+    def signatures(self) -> list[memoryview]:
+        """Return the signatures of all ranks, which have arrived, by rank."""
+        places = [self._signature_at(rank) for rank in range(self._size)]
+        return [self._bytes[place : place + SIGNATURE] for place in places]
 
     def abort(self, why: str) -> None:
         """Let this rank's waiting call raise, and every later one; called by another thread."""

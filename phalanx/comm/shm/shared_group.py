@@ -71,7 +71,7 @@ class SharedGroup:
         self._signatures: dict[tuple[object, ...], bytes] = {}
         self._others = [peer for peer in range(size) if peer != rank]
         ring = call_ring()
-        self._records = None if ring is None else _join_ring(ring, gather_text, rank)
+        self._records = None if ring is None else join_ring(ring, gather_text, rank)
 
         def all_gather(gathered: list[torch.Tensor], tensor: torch.Tensor) -> None:
             rows = torch.empty(size, tensor.numel(), dtype=tensor.dtype)
@@ -269,7 +269,7 @@ class SharedGroup:
 _groups = itertools.count()
 
 
-def _join_ring(ring: CallRing, gather_text: AllGatherText, rank: int) -> GroupCalls:
+def join_ring(ring: CallRing, gather_text: AllGatherText, rank: int) -> GroupCalls:
     """Agree with the other ranks on a name under which this group's calls are recorded."""
     global_rank = dist.get_rank() if dist.is_initialized() else rank
     texts = [text.split() for text in gather_text(f"{global_rank} {next(_groups)}")]

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any
 
 from phalanx.host.wire import Wire
 from phalanx.launch.agent_messages import Agreed, Lead, LeaderLost, Mailed, NodeArrived, NodesLost
@@ -114,38 +114,6 @@ class Node:
         self._early: dict[str, Hello] = {}
         """Reports of nodes that knew earlier than this one that it takes over."""
         self._actions: list[Action] = []
-        self._handlers: Final[dict[type, Callable[[Any], None]]] = {
-            RankSpoke: self._on_spoke,
-            RankStarted: self._on_started,
-            RankCrashed: self._on_failed,
-            RankFinished: self._on_finished,
-            AllHereEnded: self._on_all_here_ended,
-            Mailed: self._on_mail,
-            NodeArrived: self._on_arrival,
-            NodesLost: self._on_nodes_lost,
-            Agreed: self._on_agreed,
-            LeaderLost: self._on_leader_lost,
-            Resized: self._on_resized,
-            Tick: self._on_tick,
-            FillDue: self._on_fill_due,
-            ArrivalsDue: self._on_arrivals_due,
-        }
-        self._readers: Final[dict[type, Callable[[str, Any], None]]] = {
-            FromRank: self._on_from_rank,
-            LostRank: self._on_lost_rank,
-            FinishedRank: self._on_finished_rank,
-            NodeEnded: self._on_node_ended,
-            Hello: self._on_hello,
-            ResizeAsked: self._on_resize_asked,
-            CommonPosition: self._on_common_position,
-            Orders: self._on_orders,
-            StartRanks: self._on_start_ranks,
-            LateRank: self._on_late_rank,
-            LeftOut: self._on_left_out,
-            ResizeAnswer: self._on_resize_answer,
-            RunOver: self._on_run_over,
-            ViewChange: self._on_view_change,
-        }
 
     def _first_group(self) -> ElasticGroup:
         members = []
@@ -165,10 +133,42 @@ class Node:
         self.now = now
         if self.group is not None:
             self.group.now = now
-        self._handlers[type(event)](event)
+        self._take(event)
         self._collect()
         actions, self._actions = self._actions, []
         return actions
+
+    def _take(self, event: Event) -> None:
+        group = self.group
+        match event:
+            case RankSpoke():
+                self._on_spoke(event)
+            case RankStarted(key, slot, local_rank):
+                self.here[key] = Rank(key, self.own, slot, slot, local_rank)
+            case RankCrashed():
+                self._on_crashed(event)
+            case RankFinished():
+                self._on_finished(event)
+            case AllHereEnded():
+                self._on_all_here_ended()
+            case Mailed(sender, message):
+                self._on_mail(sender, message)
+            case NodesLost():
+                self._on_nodes_lost(event)
+            case LeaderLost():
+                self._on_leader_lost(event)
+            case Resized(ranks):
+                self._on_resized(ranks)
+            case Tick():
+                self._on_tick()
+            case NodeArrived(name, host, slots, standby) if group is not None:
+                group.on_arrival(name, NodeView(host, slots, standby))
+            case ArrivalsDue() if group is not None:
+                group.take_in()
+            case FillDue() if group is not None:
+                group.refill()
+            case Agreed(version) if group is not None:
+                group.on_agreed(version)
 
     def _collect(self) -> None:
         """Add what the group has decided: orders to the ranks of one node go in one message."""
@@ -191,7 +191,7 @@ class Node:
             self._send(ALL, CommonPosition(position))
         for node, of_node in orders.items():
             if node == self.own:
-                self._on_orders(node, Orders(tuple(of_node)))
+                self._pass_on(Orders(tuple(of_node)))
             elif node in self.view.nodes:
                 self._send(node, Orders(tuple((key, _place(order)) for key, order in of_node)))
 
@@ -261,10 +261,7 @@ class Node:
         if self._takeover is None:
             self._send(self.view.leader, message)
 
-    def _on_started(self, event: RankStarted) -> None:
-        self.here[event.key] = Rank(event.key, self.own, event.slot, event.slot, event.local_rank)
-
-    def _on_failed(self, event: RankCrashed) -> None:
+    def _on_crashed(self, event: RankCrashed) -> None:
         rank = self.here.get(event.key)
         if rank is None:
             return
@@ -273,13 +270,10 @@ class Node:
         if self.group is not None:
             self.group.on_loss(rank, event.how, None)
             return
-        self._forget(event.key)
+        del self.here[event.key]
+        self._members.discard(event.key)
+        self._actions.append(Retire(event.key))
         self._report(LostRank(event.key, event.code, event.how, event.failure))
-
-    def _forget(self, key: str) -> None:
-        self.here.pop(key, None)
-        self._members.discard(key)
-        self._actions.append(Retire(key))
 
     def _on_finished(self, event: RankFinished) -> None:
         rank = self.here.get(event.key)
@@ -316,7 +310,7 @@ class Node:
         actions, self._actions = self._actions, []
         return actions
 
-    def _on_all_here_ended(self, _: AllHereEnded) -> None:
+    def _on_all_here_ended(self) -> None:
         if self.group is None:
             if not self._has_said_end:
                 self._has_said_end = True
@@ -327,16 +321,16 @@ class Node:
                     self._send(name, RunOver())
             self._actions.append(AllOver())
 
-    def _on_resized(self, event: Resized) -> None:
+    def _on_resized(self, ranks: int) -> None:
         if self.group is None:
-            self._report(ResizeAsked(event.ranks))
+            self._report(ResizeAsked(ranks))
             return
-        self._actions.append(AnswerRequest(self._resize(self.group, event.ranks)))
+        self._actions.append(AnswerRequest(self._resize(self.group, ranks)))
 
     def _resize(self, group: ElasticGroup, ranks: int) -> str | None:
         return group.resize(ranks, f"a request for {ranks} rank{'s' * (ranks != 1)}")
 
-    def _on_tick(self, _: Tick) -> None:
+    def _on_tick(self) -> None:
         if self._takeover is not None and self.now > self._takeover.deadline:
             self._lead_or_stop(self._takeover)
         self._lead_if_complete()
@@ -349,104 +343,90 @@ class Node:
             node, ranks = self._requests.pop(0)
             self._send(node, ResizeAnswer(self._resize(self.group, ranks)))
 
-    def _on_fill_due(self, _: FillDue) -> None:
-        if self.group is not None:
-            self.group.refill()
-
-    def _on_arrivals_due(self, _: ArrivalsDue) -> None:
-        if self.group is not None:
-            self.group.take_in()
-
     # --- other nodes --------------------------------------------------------------------------------------------------
 
-    def _on_mail(self, event: Mailed) -> None:
-        if event.sender == self.own:  # what goes to all comes back
+    def _on_mail(self, sender: str, message: Wire) -> None:
+        if sender == self.own:  # what goes to all comes back
             return
-        if self.group is not None and event.sender not in self.view.nodes and not isinstance(event.message, Hello):
-            self._send(event.sender, LeftOut("it was lost, and the others have gone on"))
+        if self.group is not None and sender not in self.view.nodes and not isinstance(message, Hello):
+            self._send(sender, LeftOut("it was lost, and the others have gone on"))
             return
-        self._read(event.sender, event.message)
+        self._read(sender, message)
 
     def _read(self, sender: str, message: Wire) -> None:
-        if isinstance(message, _ORDERS) and sender not in (self.own, self.view.leader):
-            return  # of one that led before
-        if self._takeover is not None and not isinstance(message, Hello):
+        if isinstance(message, Hello):
+            self._on_hello(sender, message)
+        elif isinstance(message, _ORDERS):
+            if sender in (self.own, self.view.leader):  # else of one that led before
+                self._obey(message)
+        elif self._takeover is not None:
             self._takeover.waiting.append((sender, message))
         else:
-            self._readers[type(message)](sender, message)
+            self._hear(sender, message)
 
-    def _on_from_rank(self, sender: str, message: FromRank) -> None:
-        if self.group is not None:
-            rank = self.group.ranks.get(message.key)
-            if rank is None:
-                rank = Rank(message.key, sender, message.slot, message.slot, message.local_rank)
-            self.group.on_message(rank, message.message)
+    def _hear(self, sender: str, report: Wire) -> None:
+        """Take what another node reports; about its ranks only if this one leads."""
+        group = self.group
+        match report:
+            case FromRank(key, slot, local_rank, message) if group is not None:
+                group.on_message(group.ranks.get(key) or Rank(key, sender, slot, slot, local_rank), message)
+            case LostRank(key, code, how, failure) if group is not None:
+                # A rank that is not known is a new one, which has not reported yet.
+                rank = group.ranks.get(key) or Rank(key, sender, -1, -1)
+                rank.code = code
+                group.on_loss(rank, how, failure)
+            case FinishedRank(key) if group is not None and key in group.ranks:
+                group.ranks[key].code = 0
+                self._on_end(group.ranks[key])
+            case NodeEnded():
+                self._ended.add(sender)
+            case ResizeAsked(ranks):
+                self._requests.append((sender, ranks))  # carried out when the group has settled
 
-    def _on_lost_rank(self, sender: str, message: LostRank) -> None:
-        if self.group is not None:  # a rank that is not known is a new one, which has not reported yet
-            rank = self.group.ranks.get(message.key) or Rank(message.key, sender, -1, -1)
-            rank.code = message.code
-            self.group.on_loss(rank, message.how, message.failure)
+    def _obey(self, order: Wire) -> None:
+        """Do what the node that leads says."""
+        match order:
+            case Orders():
+                self._pass_on(order)
+            case CommonPosition(position):
+                self._common_position = position
+            case StartRanks(count, generation):
+                self._has_said_end = False
+                self._ended.discard(self.own)
+                self._actions.append(Start(count, generation))
+            case LateRank(key):
+                self._late.add(key)
+            case LeftOut(why):
+                self._actions.append(GiveUp(f"this node is left out of the run: {why}", alone=True))
+            case ResizeAnswer(refused):
+                self._actions.append(AnswerRequest(refused))
+            case RunOver():
+                self._actions.append(AllOver())
+            case ViewChange():
+                self._on_view_change(order)
 
-    def _on_finished_rank(self, sender: str, message: FinishedRank) -> None:
-        if self.group is not None and (rank := self.group.ranks.get(message.key)) is not None:
-            rank.code = 0
-            self._on_end(rank)
-
-    def _on_node_ended(self, sender: str, message: NodeEnded) -> None:
-        self._ended.add(sender)
-
-    def _on_resize_asked(self, sender: str, message: ResizeAsked) -> None:
-        self._requests.append((sender, message.ranks))  # carried out when the group has settled
-
-    def _on_orders(self, sender: str, message: Orders) -> None:
-        for key, order in message.orders:
+    def _pass_on(self, orders: Orders) -> None:
+        """Let ranks of this node have their orders, and note what becomes of them."""
+        for key, order in orders.orders:
             if isinstance(order, Place):
                 assert self._common_position is not None, "it comes first"
                 order = dataclasses.replace(self._common_position, **vars(order))
-            if (rank := self.here.get(key)) is not None:
-                self._note_order(rank, order)
+            rank = self.here.get(key)
+            if rank is not None and isinstance(order, Position):
+                self._ready.pop(key, None)
+                self._members.add(key)
+                self._formed_at = self.now
+                rank.rank, rank.local_rank = order.rank, order.local_rank
+            elif rank is not None and isinstance(order, (End, Wait)):
+                self._members.discard(key)
             self._actions.append(Deliver(key, order))
 
-    def _on_common_position(self, sender: str, message: CommonPosition) -> None:
-        self._common_position = message.position
-
-    def _note_order(self, rank: Rank, order: Wire) -> None:
-        if isinstance(order, Position):
-            self._ready.pop(rank.key, None)
-            self._members.add(rank.key)
-            self._formed_at = self.now
-            rank.rank, rank.local_rank = order.rank, order.local_rank
-        elif isinstance(order, (End, Wait)):
-            self._members.discard(rank.key)
-
-    def _on_start_ranks(self, sender: str, message: StartRanks) -> None:
-        self._has_said_end = False
-        self._ended.discard(self.own)
-        self._actions.append(Start(message.count, message.generation))
-
-    def _on_late_rank(self, sender: str, message: LateRank) -> None:
-        self._late.add(message.key)
-
-    def _on_left_out(self, sender: str, message: LeftOut) -> None:
-        self._actions.append(GiveUp(f"this node is left out of the run: {message.why}", alone=True))
-
-    def _on_resize_answer(self, sender: str, message: ResizeAnswer) -> None:
-        self._actions.append(AnswerRequest(message.refused))
-
-    def _on_run_over(self, sender: str, message: RunOver) -> None:
-        self._actions.append(AllOver())
-
-    def _on_view_change(self, sender: str, message: ViewChange) -> None:
+    def _on_view_change(self, message: ViewChange) -> None:
         before = self.view.nodes
         if self.view.apply(message):
             changes = came_or_went(before, self.view.nodes, message)
             if changes or message.whole:  # a node that has come late says what it knows, too: its word counts
                 self._actions.append(NodesChanged(changes, message.version))
-
-    def _on_arrival(self, event: NodeArrived) -> None:
-        if self.group is not None:
-            self.group.on_arrival(event.name, NodeView(event.host, event.slots, event.standby))
 
     def _on_nodes_lost(self, event: NodesLost) -> None:
         if self.group is not None:
@@ -458,10 +438,6 @@ class Node:
             for name in event.names:  # what it has reported does not count any more
                 self._takeover.reports.pop(name, None)
             self._lead_if_complete()
-
-    def _on_agreed(self, event: Agreed) -> None:
-        if self.group is not None:
-            self.group.on_agreed(event.version)
 
     # --- another leader -----------------------------------------------------------------------------------------------
 
@@ -540,7 +516,7 @@ class Node:
         for version in range(self.view.version + 1, newest + 1):
             if version not in known and not (version := min((v for v in known if known[v].whole), default=0)):
                 return False
-            self._on_view_change(self.view.leader, known[version])
+            self._on_view_change(known[version])
         self.view.term = max([self.view.term, *(report.term for report in takeover.reports.values())])
         return self.own in self.view.nodes
 
@@ -581,7 +557,7 @@ class Node:
         for rank, last_report in ready:
             self.group.on_message(rank, last_report)
         for sender, message in takeover.waiting:
-            self._on_mail(Mailed(sender, message))
+            self._on_mail(sender, message)
 
 
 def _place(order: Wire) -> Wire:
