@@ -51,8 +51,11 @@ _CACHES = ("torchinductor_", "__pycache__")
 _PATIENCE_SECONDS = 10.0
 
 
-_SLOW_FIRST = ("engines", "faults", "launch", "run", "journeys", "docs", "cli", "tools", "parity")
-"""Folders whose tests take long, in the order in which they begin; the short ones fill the gaps at the end."""
+_SLOW_FIRST = (("engines",), ("faults", "parity"), ("launch", "run", "journeys"), ("docs", "cli", "tools"))
+"""Folders whose tests take long, in the order in which they begin; the short ones fill the gaps at the end.
+
+Files of folders that stand together take turns: tests of faults mostly wait, those of parity compute.
+"""
 _LONGEST = ("test_tensorflow", "test_recovery", "test_deepspeed", "test_matrix", "test_submit_ssh", "test_seeds")
 """Files of more than a minute, the longest first: one that begins last delays the end."""
 _ONE_AT_A_TIME = {
@@ -78,7 +81,15 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slow files."""
-    items.sort(key=lambda item: (_position(_LONGEST, item.path.stem), _position(_SLOW_FIRST, _room(item.path))))
+    turns: dict[str, list[Path]] = {}
+    for path in dict.fromkeys(item.path for item in items):
+        turns.setdefault(_room(path), []).append(path)
+
+    def order(path: Path) -> tuple[int, int, int]:
+        together = next((number for number, rooms in enumerate(_SLOW_FIRST) if _room(path) in rooms), len(_SLOW_FIRST))
+        return _position(_LONGEST, path.stem), together, turns[_room(path)].index(path)
+
+    items.sort(key=lambda item: order(item.path))
 
 
 @pytest.hookimpl(optionalhook=True)
