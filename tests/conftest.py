@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -81,15 +82,14 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slow files."""
-    turns: dict[str, list[Path]] = {}
+    together = {room: number for number, rooms in enumerate(_SLOW_FIRST) for room in rooms}
+    turns = collections.Counter[str]()
+    order = {}
     for path in dict.fromkeys(item.path for item in items):
-        turns.setdefault(_room(path), []).append(path)
-
-    def order(path: Path) -> tuple[int, int, int]:
-        together = next((number for number, rooms in enumerate(_SLOW_FIRST) if _room(path) in rooms), len(_SLOW_FIRST))
-        return _position(_LONGEST, path.stem), together, turns[_room(path)].index(path)
-
-    items.sort(key=lambda item: order(item.path))
+        room = _room(path)
+        order[path] = (_position(_LONGEST, path.stem), together.get(room, len(_SLOW_FIRST)), turns[room])
+        turns[room] += 1
+    items.sort(key=lambda item: order[item.path])
 
 
 @pytest.hookimpl(optionalhook=True)
