@@ -31,6 +31,7 @@ pytest_plugins = ("broken_workers",)
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SHARED_MEMORY = Path("/dev/shm")
+_KERNEL_LISTS_CHILDREN = Path("/proc/thread-self/children").exists()
 _SET_BY_OTHERS = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
@@ -210,12 +211,32 @@ def _no_leaks(_own_temp_dir: None) -> Iterator[None]:
 
 def _snapshot() -> dict[str, Any]:
     return {
-        "processes": {child.pid for child in psutil.Process().children(recursive=True)},
+        # Twice: the kernel may pass over a process while one before it in its list is ending.
+        "processes": {*_descendants(os.getpid()), *_descendants(os.getpid())},
         "threads": set(threading.enumerate()),
         "variables": dict(os.environ),
         "cwd": os.getcwd(),
         "files": _watched_files(),
     }
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that a process and its children have started; psutil reads those of the whole machine."""
+    if not _KERNEL_LISTS_CHILDREN:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    found = []
+    for thread in _names(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def _watched_files() -> set[Path]:
@@ -245,14 +266,15 @@ def _find_leaks(before: dict[str, Any]) -> list[str]:
 def _new_processes(before: set[int]) -> list[str]:
     own = kept_pids()
     found = []
-    for child in psutil.Process().children(recursive=True):
-        if child.pid in before or child.pid in own:
+    for pid in _descendants(os.getpid()):
+        if pid in before or pid in own:
             continue
         try:
+            child = psutil.Process(pid)
             words = child.cmdline()
             if any(word.startswith("--type=") for word in words):  # a part of a browser, whose main process counts
                 continue
-            found.append(f"{child.pid}: {' '.join(words) or child.name()}")
+            found.append(f"{pid}: {' '.join(words) or child.name()}")
         except psutil.NoSuchProcess:
             continue
     return found
