@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import json
 import os
 import signal
 import sys
@@ -289,13 +290,26 @@ def _changed_variables(before: dict[str, str]) -> list[str]:
 
 
 def _is_strangers(path: Path) -> bool:
-    """Whether shared memory belongs to a process that is not of this run: another program may run beside the tests."""
+    """Whether shared memory belongs to a process that is not of this run: another program may run beside the tests.
+
+    And whether a test of another worker trains in the repository's folder at this moment.
+    """
+    if path == _ROOT / "runs":
+        return any(pid != os.getpid() and psutil.pid_exists(pid) for pid in _pids_of_runs(path))
     if path.parent != _SHARED_MEMORY:
         return False
     holders = [process for process in psutil.process_iter() if _holds(process, path)]
     if not holders:  # whose it was is not known any more: ours, if no others run tests here
         return any("pytest" in words and not _is_of_this_run(process) for process, words in _commands())
     return not any(_is_of_this_run(process) for process in holders)
+
+
+def _pids_of_runs(folder: Path) -> set[int]:
+    found = set()
+    for record in folder.glob("*/run.json"):
+        with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            found.add(json.loads(record.read_text())["pid"])
+    return found
 
 
 def _holds(process: psutil.Process, path: Path) -> bool:
