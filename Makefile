@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 RANKS ?=
-# Processes that run tests: one per core of a small machine; most tests start processes of their own.
-JOBS ?= 2
+# Processes that run tests: one more than a small machine has cores, as many tests wait for timeouts and for programs.
+JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 # Tests share the cores: compute threads that wait must not spin.
 test test-all: export OMP_WAIT_POLICY = PASSIVE

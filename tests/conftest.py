@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import json
 import os
 import signal
 import sys
@@ -30,6 +32,7 @@ pytest_plugins = ("broken_workers",)
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SHARED_MEMORY = Path("/dev/shm")
+_KERNEL_LISTS_CHILDREN = Path("/proc/thread-self/children").exists()
 _SET_BY_OTHERS = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
@@ -51,8 +54,11 @@ _CACHES = ("torchinductor_", "__pycache__")
 _PATIENCE_SECONDS = 10.0
 
 
-_SLOW_FIRST = ("engines", "faults", "launch", "run", "journeys", "docs", "cli", "tools", "parity")
-"""Folders whose tests take long, in the order in which they begin; the short ones fill the gaps at the end."""
+_SLOW_FIRST = (("engines",), ("faults", "parity"), ("launch", "run", "journeys"), ("docs", "cli", "tools"))
+"""Folders whose tests take long, in the order in which they begin; the short ones fill the gaps at the end.
+
+Files of folders that stand together take turns: tests of faults mostly wait, those of parity compute.
+"""
 _LONGEST = ("test_tensorflow", "test_recovery", "test_deepspeed", "test_matrix", "test_submit_ssh", "test_seeds")
 """Files of more than a minute, the longest first: one that begins last delays the end."""
 _ONE_AT_A_TIME = {
@@ -78,7 +84,14 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slow files."""
-    items.sort(key=lambda item: (_position(_LONGEST, item.path.stem), _position(_SLOW_FIRST, _room(item.path))))
+    together = {room: number for number, rooms in enumerate(_SLOW_FIRST) for room in rooms}
+    turns = collections.Counter[str]()
+    order = {}
+    for path in dict.fromkeys(item.path for item in items):
+        room = _room(path)
+        order[path] = (_position(_LONGEST, path.stem), together.get(room, len(_SLOW_FIRST)), turns[room])
+        turns[room] += 1
+    items.sort(key=lambda item: order[item.path])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -199,12 +212,32 @@ def _no_leaks(_own_temp_dir: None) -> Iterator[None]:
 
 def _snapshot() -> dict[str, Any]:
     return {
-        "processes": {child.pid for child in psutil.Process().children(recursive=True)},
+        # Twice: the kernel may pass over a process while one before it in its list is ending.
+        "processes": {*_descendants(os.getpid()), *_descendants(os.getpid())},
         "threads": set(threading.enumerate()),
         "variables": dict(os.environ),
         "cwd": os.getcwd(),
         "files": _watched_files(),
     }
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that a process and its children have started; psutil reads those of the whole machine."""
+    if not _KERNEL_LISTS_CHILDREN:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    found = []
+    for thread in _names(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def _watched_files() -> set[Path]:
@@ -234,14 +267,15 @@ def _find_leaks(before: dict[str, Any]) -> list[str]:
 def _new_processes(before: set[int]) -> list[str]:
     own = kept_pids()
     found = []
-    for child in psutil.Process().children(recursive=True):
-        if child.pid in before or child.pid in own:
+    for pid in _descendants(os.getpid()):
+        if pid in before or pid in own:
             continue
         try:
+            child = psutil.Process(pid)
             words = child.cmdline()
             if any(word.startswith("--type=") for word in words):  # a part of a browser, whose main process counts
                 continue
-            found.append(f"{child.pid}: {' '.join(words) or child.name()}")
+            found.append(f"{pid}: {' '.join(words) or child.name()}")
         except psutil.NoSuchProcess:
             continue
     return found
@@ -256,13 +290,26 @@ def _changed_variables(before: dict[str, str]) -> list[str]:
 
 
 def _is_strangers(path: Path) -> bool:
-    """Whether shared memory belongs to a process that is not of this run: another program may run beside the tests."""
+    """Whether shared memory belongs to a process that is not of this run: another program may run beside the tests.
+
+    And whether a test of another worker trains in the repository's folder at this moment.
+    """
+    if path == _ROOT / "runs":
+        return any(pid != os.getpid() and psutil.pid_exists(pid) for pid in _pids_of_runs(path))
     if path.parent != _SHARED_MEMORY:
         return False
     holders = [process for process in psutil.process_iter() if _holds(process, path)]
     if not holders:  # whose it was is not known any more: ours, if no others run tests here
         return any("pytest" in words and not _is_of_this_run(process) for process, words in _commands())
     return not any(_is_of_this_run(process) for process in holders)
+
+
+def _pids_of_runs(folder: Path) -> set[int]:
+    found = set()
+    for record in folder.glob("*/run.json"):
+        with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            found.add(json.loads(record.read_text())["pid"])
+    return found
 
 
 def _holds(process: psutil.Process, path: Path) -> bool:

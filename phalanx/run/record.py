@@ -206,10 +206,17 @@ def end_record(run_dir: Path, outcome: str, cause: str = "") -> None:
 def _git(*words: str) -> str | None:
     """Return what git prints; None without git or a repository, and where the file system does not answer soon."""
     try:
-        result = subprocess.run(["git", *words], capture_output=True, timeout=2, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        process = subprocess.Popen(["git", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
         return None
-    return result.stdout.decode(errors="replace") if result.returncode == 0 else None
+    with process:
+        try:
+            printed, _ = process.communicate(timeout=2)
+        except subprocess.TimeoutExpired:
+            # Killed, it would leave the repository's index locked, and the user's next `git commit` would fail.
+            process.terminate()
+            return None
+    return printed.decode(errors="replace") if process.returncode == 0 else None
 
 
 def _environment() -> dict[str, str]:

@@ -63,7 +63,8 @@ def test_a_value_of_another_library_is_answered_with_ours():
 @pytest.mark.parametrize(
     ("given", "meant"), [("n_embd", "hidden"), ("num_hidden_layers", "layers"), ("block_size", "seq_len")]
 )
-def test_an_option_of_a_model_is_known_by_the_names_of_others(given, meant):
+def test_an_option_of_a_model_is_known_by_the_names_of_others(given, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert like_option(given, build_options("gpt")) == meant
     assert like_option(given, {"depth"}) is None
     answer = phalanx("train", "text", "--set", f"model.{given}=8")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import programs
 import pytest
 from command import ROOT, clean_environment
 from long_proofs import long_proof
@@ -40,7 +41,7 @@ class Pods:
         self.hosts, self.folder = hosts, folder
         words = ["submit", "kubernetes", *TRAIN, "--image", "x:1", "--job-name", "pods", "--directory", str(folder)]
         words += ["--pvc", f"work:{folder}"]
-        said = subprocess.run(
+        said = programs.run(
             [sys.executable, "-m", "phalanx", *words, "--render"],
             capture_output=True,
             text=True,
@@ -135,10 +136,10 @@ def test_a_project_of_init_trains_from_what_is_rendered(tmp_path, monkeypatch):
     """The container's own command, with folders of this test in the place of those of the pod."""
     monkeypatch.chdir(tmp_path)
     run = [sys.executable, "-m", "phalanx"]
-    subprocess.run([*run, "init", "net"], check=True, capture_output=True)
+    programs.run([*run, "init", "net"], check=True, capture_output=True)
     words = ["recipe.toml", "--num-workers", "1", "--device", "cpu", "--max-steps", "2", "--image", "x:1"]
     words += ["--directory", str(tmp_path / "work"), "--job-name", "demo", "--render"]
-    said = subprocess.run(
+    said = programs.run(
         [*run, "submit", "kubernetes", *words], cwd=tmp_path / "net", capture_output=True, text=True, check=True
     )
     code, job = yaml.safe_load_all(said.stdout)

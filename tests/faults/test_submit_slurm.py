@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
 from long_proofs import long_proof
 from slurm_cluster import SlurmCluster, slurm_cluster
@@ -40,9 +40,7 @@ def phalanx(cluster: SlurmCluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str, code: int = 0, seconds: float = 300.0) -> str:
-        found = subprocess.run(
-            [sys.executable, "-m", "phalanx", *words], capture_output=True, text=True, timeout=seconds
-        )
+        found = programs.run([sys.executable, "-m", "phalanx", *words], capture_output=True, text=True, timeout=seconds)
         assert found.returncode == code, found.stdout + found.stderr
         return found.stdout + found.stderr
 

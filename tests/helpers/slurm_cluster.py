@@ -132,6 +132,8 @@ class SlurmCluster:
     def _owns(self, process: psutil.Process) -> bool:
         try:
             own = process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
+            # The daemon of a step writes its title over its environment.
+            own = own or any(_writes(process, str(self.folder / f"slurmd-{node}.log")) for node in ("n1", "n2"))
             return own and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -201,6 +202,25 @@ def test_a_run_keeps_the_code_and_the_packages_that_it_ran_with(tmp_path, monkey
     assert torch.__version__ in shown
     run.clear()
     assert not any(run.path.iterdir())
+
+
+def test_a_repository_that_answers_slowly_is_not_left_locked(tmp_path, monkeypatch):
+    """A filter holds git up while it compares the files again, for which it has locked the index."""
+    monkeypatch.chdir(tmp_path)
+    wait = "for i in $(seq 200); do test -e .git/index.lock || break; sleep 0.05; done; cat"
+    for words in (
+        ["init"],
+        ["config", "filter.slow.clean", wait],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first"],
+    ):
+        Path("net.py").write_text("width = 3\n")
+        subprocess.run(["git", *words], check=True, capture_output=True)
+    Path(".git/info/attributes").write_text("*.py filter=slow\n")
+    os.utime("net.py", (0, 0))
+    Path("run").mkdir()
+    RunRecord.of_this_process({}).begin(Path("run"), resumes=False)
+    assert not Path(".git/index.lock").exists()
 
 
 def test_trials_are_runs_that_do_not_hide_the_others(inside):
