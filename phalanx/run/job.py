@@ -133,7 +133,7 @@ def _trained_until(error: BaseException, formation: Formation, job: Job, loop: T
     try:
         _put_trained(partial, formation, job.task, keep=True)
     except (RuntimeError, MemoryError) as second:  # of a GPU after its first error, or a full memory: not the cause
-        error.add_note(f"what was trained cannot be read any more: {second}")
+        error.add_note(f"the trained state can no longer be read: {second}")
         return
     error.partial_result = partial  # type: ignore[attr-defined]  # the worker sends it
 
@@ -243,7 +243,7 @@ def came_back(task: TrainTask, history: History | None = None) -> str:
     where = "the model" + (" and the optimizers" if several else " and the optimizer" * has_optimizer)
     if history is not None and history.loaded_best:
         return f"the state of step {history.best_step}, the best, is in {where}"
-    return f"what was trained is in {where}"
+    return f"the trained state is in {where}"
 
 
 def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callback]:

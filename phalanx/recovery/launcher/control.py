@@ -217,7 +217,7 @@ class ElasticControl:
         address: tuple[str, int] | None = None,
     ) -> None:
         """Follow another launcher after the node that decided was lost; with an `address` take over."""
-        self._context.console.notice(f"the node {lost}, which decided about the ranks, was lost")
+        self._context.console.notice(f"the node {lost}, which led the run, was lost")
         at = (address[0], address[1]) if address is not None else None
         self._handle(LeaderLost(leader, at, term, tuple(ended), tuple(gone), tuple(new)))
 

@@ -285,7 +285,7 @@ def spans(
 
 def _check_tokenizer(tokenizer: str | None, root: Root | None) -> None:
     if tokenizer is not None and root is None:
-        raise UsageError("tokenizer is for texts of your own", hint="Write: --data ./my-texts, as well.")
+        raise UsageError("tokenizer is for your own texts", hint="Write: --data ./my-texts, as well.")
 
 
 def _windows(
