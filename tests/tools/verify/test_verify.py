@@ -286,7 +286,7 @@ def test_the_meaning_of_validation_files_is_proved(monkeypatch):
     ("words", "said"),
     [
         (("--case", "late-label"), "Did you mean 'late-labels'?"),
-        (("--case", "late-labels", "digits"), "'digits' does not go with --case"),
+        (("--case", "late-labels", "digits"), "'digits' cannot be combined with --case"),
         (("--case", "changed-loss", "--device", "cpu"), "changed-loss needs a GPU"),
         (("--case", "late-labels", "--device", "cpu", "--num-workers", 16), "8 samples in its first batch"),
     ],
