@@ -119,7 +119,7 @@ class RankFailedError(PhalanxError):
         super().__init__(message, hint=hint)
         self.exit_code = exit_code
         self.partial_result: object = None
-        """What was trained before, where a rank that held all of it could still send it."""
+        """The trained state, if a rank that held all of it could still send it."""
 
 
 class ForkServerDiedError(PhalanxError):

@@ -172,7 +172,7 @@ def _header(columns: list[str]) -> tuple[str, ...]:
 
 
 def _marks(beats: Mapping[int, Beat], slowest: int | None, now: float) -> dict[int | None, str]:
-    """Return what is said of single ranks: the slowest one, and those that should have given a heartbeat by now."""
+    """Return the remarks on single ranks: the slowest one, and those that should have given a heartbeat by now."""
     marks: dict[int | None, str] = {slowest: "slowest"}
     for rank, beat in beats.items():
         usual = beat.gauges.step_seconds

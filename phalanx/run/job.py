@@ -123,7 +123,7 @@ def _put_trained(result: JobResult, formation: Formation, task: TrainTask, *, ke
 
 
 def _trained_until(error: BaseException, formation: Formation, job: Job, loop: TrainLoop) -> None:
-    """Attach what was trained to an error, where this rank alone holds all of it: other ranks may have ended."""
+    """Attach the trained state to an error, if this rank alone holds all of it: other ranks may have ended."""
     config, mesh = job.config, formation.world.mesh
     apart = config.facts.shards or config.facts.has_servers or config.zero_stage or config.expert_parallel > 1
     if apart or formation.strategy.owns_step or mesh.dp_size < mesh.world_size or formation.world.env.local_rank != 0:

@@ -1,4 +1,4 @@
-"""A loss that is not finite: the batch that caused it is named, and what is said of the weights is true."""
+"""A loss that is not finite: the batch that caused it is named, and the message about the weights is true."""
 
 from __future__ import annotations
 
