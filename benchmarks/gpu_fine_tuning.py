@@ -1,109 +1,131 @@
-"""Speed and memory of fine-tuning on one GPU: all weights, adapters, a base of 4 bits, preferences, rewards.
+"""Speed and memory of fine-tuning a Llama on one GPU: all weights, adapters, a base of 4 bits, preferences, rewards.
 
     python benchmarks/gpu_fine_tuning.py --preset 1b
 
-Each row is a `phalanx train` command on drawn texts of fixed length, from random weights: neither changes the speed.
-Tokens are those that the model reads in training; under GRPO those that it has drawn and learned from.
+Tokens and weights are random: neither changes the speed. Tokens per second are those that the model learns from:
+sequences of sft, both answers of dpo's pairs, and the answers that grpo has drawn.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
 
-WORDS = ("a", "node", "of", "the", "group", "sends", "its", "gradient", "to", "two", "others", "and", "waits")
-SEQUENCE, COMPLETION = 2048, 128
-ANSWER_BYTES = {"sft": 1900, "dpo": 900}
-LORA = ["--lora-rank", "16"]
-ROWS: dict[str, tuple[str, list[str]]] = {
-    "sft, all weights": ("sft", []),
-    "sft, adapters": ("sft", LORA),
-    "sft, adapters, nf4": ("sft", [*LORA, "--lora-base", "nf4"]),
-    "dpo, adapters": ("dpo", LORA),
-    "dpo, adapters, nf4": ("dpo", [*LORA, "--lora-base", "nf4"]),
-    "grpo, adapters": ("grpo", LORA),
+from phalanx import PyTorchDDPTrainer
+from phalanx.zoo.models import build
+from phalanx.zoo.models.grpo import GRPO
+from phalanx.zoo.models.preference import DPO
+
+STEPS, SEQUENCE, COMPLETION, GENERATIONS = 30, 2048, 128, 8
+ADAPTERS = {"lora_rank": 16}
+IN_4_BITS = {**ADAPTERS, "lora_base": "nf4"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: what is trained, and with which settings."""
+
+    kind: str
+    batch: int
+    settings: dict[str, Any]
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """How many tokens of a sample are learned from."""
+        return {"sft": SEQUENCE, "dpo": SEQUENCE, "grpo": GENERATIONS * COMPLETION}[self.kind]
+
+
+ROWS = {
+    "sft, all weights": Row("sft", 8, {}),
+    "sft, adapters": Row("sft", 8, ADAPTERS),
+    "sft, adapters, nf4": Row("sft", 8, IN_4_BITS),
+    "dpo, adapters": Row("dpo", 8, ADAPTERS),
+    "dpo, adapters, nf4": Row("dpo", 8, IN_4_BITS),
+    "grpo, adapters": Row("grpo", 8, ADAPTERS),
 }
-REWARD = "def length(completions):\n    return [len(text.split()) / 20 for text in completions]\n"
 
 
-def text(draw: random.Random, size: int) -> str:
-    """Return words of this many bytes."""
-    words = " ".join(draw.choice(WORDS) for _ in range(size))
-    return words[:size].strip().ljust(size, "e")
+def words(completions: list[str]) -> list[float]:
+    """Reward words: any function will do."""
+    return [len(text.split()) / 20 for text in completions]
 
 
-def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    """Write rows of a data set, a few of them for evaluation."""
-    (folder / name).mkdir()
-    for split, part in (("train", rows), ("val", rows[:8])):
-        (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+class Named(Dataset[dict[str, Tensor]]):
+    """Samples whose parts have the names of a model's arguments."""
+
+    def __init__(self, **columns: Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
 
 
-def write_all(folder: Path, count: int) -> None:
-    """Write conversations, preferences, prompts and a reward."""
-    draw = random.Random(0)
-    asked = [text(draw, 60) for _ in range(count)]
-    chats = [[{"role": "user", "content": one}, {"role": "assistant", "content": text(draw, ANSWER_BYTES["sft"])}] for one in asked]
-    write(folder, "sft", [{"messages": messages} for messages in chats])
-    answers = ("chosen", "rejected")
-    pairs = [{"prompt": one, **{name: text(draw, ANSWER_BYTES["dpo"]) for name in answers}} for one in asked]
-    write(folder, "dpo", pairs)
-    write(folder, "grpo", [{"prompt": one} for one in asked])
-    (folder / "rewards.py").write_text(REWARD)
+def task(kind: str, model: nn.Module, samples: int) -> tuple[nn.Module, Dataset[Any]]:
+    """Return what is trained, and its data."""
+    if kind == "sft":
+        return model, TensorDataset(*tokens_and_targets((samples, SEQUENCE)))
+    if kind == "dpo":
+        tokens, answers = tokens_and_targets((samples, 2, SEQUENCE // 2))
+        return DPO(model), Named(tokens=tokens, answers=answers)
+    row = torch.tensor(list(json.dumps({"prompt": "a" * 60}).encode()), dtype=torch.uint8)
+    prompts = torch.randint(97, 122, (samples, 60))
+    policy = GRPO(model, words, GENERATIONS, COMPLETION, template="none")
+    return policy, Named(prompts=prompts, rows=row.repeat(samples, 1))
 
 
-def train(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Run a row; return its tokens per second, its seconds per step and its memory."""
-    recipe, options = ROWS[name]
-    batch = {"sft": arguments.batch, "dpo": arguments.batch // 2, "grpo": max(1, arguments.batch // 8)}[recipe]
-    run = folder / name.replace(", ", "-").replace(" ", "-")
-    words = [sys.executable, "-m", "phalanx", "train", recipe, "--data", str(folder / recipe), "--preset"]
-    words += [arguments.preset, "--num-workers", "1", "--batch-size", str(batch), "--max-steps", str(arguments.steps)]
-    words += ["--learning-rate", "1e-5", "--log-every-n-steps", "5", "--no-tensorboard", "--run-dir", str(run), *options]
-    words += ["--set", "data.template=plain", "--set", f"model.seq_len={SEQUENCE}"]
-    if recipe == "grpo":
-        words += ["--set", "loss.reward=rewards:length", "--set", f"loss.max_completion_length={COMPLETION}"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    steps = [event for event in events if event["event"] == "step"]
-    ended = events[-1]
-    tokens = ended["tokens_per_second"]
-    if recipe == "dpo":  # both answers with the prompt, and the turns' marks
-        tokens = ended["throughput"] * 2 * (60 + ANSWER_BYTES["dpo"] + 20)
-    elif recipe == "grpo":
-        tokens = ended["throughput"] * 8 * COMPLETION
-    last = steps[-1]
-    return {"tokens": tokens, "step": last["step_seconds"], "memory": max(step["memory_bytes"] for step in steps)}
+def tokens_and_targets(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return random tokens, and the tokens after them."""
+    drawn = torch.randint(256, (*shape[:-1], shape[-1] + 1))
+    return drawn[..., :-1].contiguous(), drawn[..., 1:].contiguous()
+
+
+def measure(row: Row, preset: str) -> tuple[float, float, float]:
+    """Return tokens per second, seconds per step, and the most memory that was allocated."""
+    torch.manual_seed(0)
+    model, data = task(row.kind, build("llama", preset=preset, seq_len=SEQUENCE), row.batch * 4)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = PyTorchDDPTrainer(
+            model,
+            num_workers=1,
+            batch_size=row.batch,
+            max_steps=STEPS,
+            learning_rate=1e-5,
+            gradient_clipping=1.0,
+            log_every_n_steps=5,
+            progress=False,
+            run_dir=f"{folder}/run",
+            **({"mixed_precision": "bf16", "compile": True} if torch.cuda.is_available() else {}),
+            **row.settings,
+        )
+        history = trainer.fit(data)
+    steps = history.steps[2:]  # the first ones compile
+    seconds = sorted(step["step_seconds"] for step in steps)[len(steps) // 2]
+    memory = max(step["memory_bytes"] for step in history.steps)
+    return row.batch * row.tokens_per_sample / seconds, seconds, memory / 2**30
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="1b")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 2,048 tokens per step of sft (8)")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--only", nargs="*", choices=list(ROWS), help="these rows alone")
+    parser.add_argument("--only", nargs="*", choices=list(ROWS), default=list(ROWS), help="these rows alone")
     arguments = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}, torch {torch.__version__}, preset {arguments.preset}", flush=True)
-    print(f"{'':22} {'tokens/s':>10} {'s/step':>8} {'GiB':>7}", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_all(folder, 512)
-        for row in arguments.only or ROWS:
-            found = train(folder, row, arguments)
-            memory = found["memory"] / 2**30
-            print(f"{row:22} {found['tokens']:>10,.0f} {found['step']:>8.3f} {memory:>7.1f}", flush=True)
+    print(f"{'':20} {'tokens/s':>10} {'s/step':>8} {'GiB':>7}", flush=True)
+    for name in arguments.only:
+        tokens, seconds, memory = measure(ROWS[name], arguments.preset)
+        print(f"{name:20} {tokens:>10,.0f} {seconds:>8.3f} {memory:>7.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,11 @@ def number_groups_from_zero() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
+def load_nccl() -> None:
+    """Load NCCL's kernels on this GPU, which its first communicator would do: one of this rank alone, and end that."""
+    torch.cuda.nccl.init_rank(1, torch.cuda.nccl.unique_id(), 0)  # type: ignore[no-untyped-call]
+
+
 def abort_nccl() -> None:
     """Abort the collectives of nccl's groups, where there are any; the groups stay, to be destroyed."""
     # Copied: another thread may be making a group.

@@ -67,15 +67,6 @@ four for each of two cores, and the site is built once.
 """
 
 
-_FOR_RANKS = ",".join(
-    [
-        *("phalanx.worker", "phalanx.run.trainer", "phalanx.strategies.compose", "phalanx.zoo.models.loss"),
-        *("pytest", "psutil", "phalanx.launch.supervisor"),
-    ]
-)
-"""What ranks of most tests import: the trainers, models and strategies, and what a file of tests imports."""
-
-
 def pytest_configure() -> None:
     """Give hypothesis time, and SIGINT its handler where the shell ignores it: tests of Ctrl-C inherit it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -143,10 +134,10 @@ def launch_script(tmp_path: Path, fork_server: None) -> Callable[..., ScriptRun]
 def fork_server() -> Iterator[None]:
     """Have the fork server for the whole session, and end it with the session.
 
-    It imports what ranks of the package import: in a rank that takes three times as long as a small training.
+    It has imported what ranks of the package import.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PRELOAD, _FOR_RANKS)
+        patch.setenv(PRELOAD, ",".join(programs.IMPORTED))
         client.prestart()
         yield
     client.shutdown()
@@ -160,7 +151,7 @@ def _imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     request.getfixturevalue("fork_server")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PRELOAD, ",".join([_FOR_RANKS, *names]))
+        patch.setenv(PRELOAD, ",".join([*programs.IMPORTED, *names]))
         yield
 
 

@@ -6,12 +6,12 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from phalanx.diagnosis.blame import Blame, find_blame
 from phalanx.diagnosis.calls import RankCalls
 from phalanx.diagnosis.evidence import Evidence
 from phalanx.diagnosis.exits import YIELD_SECONDS
+from phalanx.launch.agent_messages import Calls, CallsWanted, SilentNodes
 from phalanx.launch.context import Handlers, LauncherContext
 from phalanx.launch.group import RankState
 from phalanx.launch.launcher_loop import duration_text
@@ -82,23 +82,24 @@ class Inquiry:
 
     # --- several nodes ---------------------------------------------------------------------------------------
 
-    def answer_question(self, number: int, is_ours: bool) -> None:
+    def answer_question(self, wanted: CallsWanted) -> None:
         """Answer a question of this or another node."""
-        if is_ours and self._remote is not None:
-            self._remote.number = number
+        if wanted.is_own and self._remote is not None:
+            self._remote.number = wanted.number
+        node_rank = self._context.node.node_rank
 
         def answer(calls: list[RankCalls]) -> None:
-            self._context.rendezvous.send_calls(number, [record.to_message(_SENT_CALLS) for record in calls])
-            if is_ours:
-                self._add_answer(number, self._context.node.node_rank, calls)
+            records = [record.to_message(_SENT_CALLS) for record in calls]
+            self._context.rendezvous.send_calls(wanted, node_rank, records)
+            if wanted.is_own:
+                self._add_answer(wanted.number, node_rank, calls)
 
         self.ask_ranks(answer)
 
-    def handle_answer(self, message: dict[str, Any]) -> None:
+    def handle_answer(self, message: Calls) -> None:
         """Keep what the ranks of another node have answered."""
-        self._add_answer(
-            message["number"], message["from"], [RankCalls.from_message(record) for record in message["calls"]]
-        )
+        calls = [RankCalls.from_message(record) for record in message.calls]
+        self._add_answer(message.number, message.node_rank, calls)
 
     def _add_answer(self, number: int, node_rank: int, calls: list[RankCalls]) -> None:
         if (question := self._remote) is not None and question.number == number:
@@ -180,9 +181,9 @@ class Diagnosis:
     def handlers(self) -> Handlers:
         """By kind, what to do about a message of the store agent."""
         return {
-            "question": self.inquiry.answer_question,
-            "answer": self.inquiry.handle_answer,
-            "silent_nodes": self.note_silent_nodes,
+            CallsWanted: self.inquiry.answer_question,
+            Calls: self.inquiry.handle_answer,
+            SilentNodes: self.note_silent_nodes,
         }
 
     def describe(self, state: RankState) -> str:
@@ -223,9 +224,9 @@ class Diagnosis:
             self.is_asking = self.is_pending = True
             self.inquiry.find_blame(self.report)
 
-    def note_silent_nodes(self, hosts: list[str]) -> None:
+    def note_silent_nodes(self, message: SilentNodes) -> None:
         """Note which nodes have no heartbeat at present."""
-        self._silent_nodes = hosts
+        self._silent_nodes = list(message.nodes)
 
     def report(self, blame: Blame | None) -> None:
         """End the attempt with the rank to blame."""

@@ -6,17 +6,23 @@ a tuple or as values of a dict.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 _KINDS: dict[str, type[Wire]] = {}
 
 
 class Wire:
-    """A message: a frozen dataclass that inherits from this; its name is its kind."""
+    """A message: a frozen dataclass that inherits from this; its name is its kind.
 
-    def __init_subclass__(cls) -> None:
+    After `class Post(Wire, sealed=("message",))` decoding leaves that field as it was encoded, to be passed on.
+    """
+
+    _sealed: ClassVar[Collection[str]] = ()
+
+    def __init_subclass__(cls, sealed: Collection[str] = ()) -> None:
         assert cls.__name__ not in _KINDS, "two kinds of messages with one name"
+        cls._sealed = sealed
         _KINDS[cls.__name__] = cls
 
 
@@ -27,8 +33,14 @@ def encode(message: Wire) -> dict[str, Any]:
 
 def decode(encoded: Mapping[str, Any]) -> Any:
     """Return what `encode` has written."""
-    values = {name: _typed(value) for name, value in encoded.items() if name != "kind"}
-    return _KINDS[encoded["kind"]](**values)
+    kind = _KINDS[encoded["kind"]]
+    fields = ((name, value) for name, value in encoded.items() if name != "kind")
+    return kind(**{name: value if name in kind._sealed else _typed(value) for name, value in fields})
+
+
+def kind_of(encoded: Mapping[str, Any]) -> type[Wire]:
+    """Return the type of what `encode` has written; `Wire` if its module is not loaded here."""
+    return _KINDS.get(encoded["kind"], Wire)
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
 from phalanx.features import feature
 from phalanx.host.processes import SignalInbox, how_it_ended
+from phalanx.launch.agent_messages import AllEnded, Arrived, News, Refused, RemoteFailure
 from phalanx.launch.context import FailureSearch, Handlers, LauncherContext, Recovery
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
@@ -110,12 +111,12 @@ class Attempt(LauncherLoop):
         self._published_end = self._killing = self._all_ended = self._final = False
         self._notices = StartupNotices(spec, time.monotonic(), console.notice, serving=session.server.is_serving)
         self._watches: list[Watch] = [self._notices]
-        self._handlers: dict[str, Callable[..., None]] = {
-            "arrived": lambda nodes: self._notices.on_arrived(nodes, time.monotonic()),
-            "node": lambda node: self._start(NodeInfo(**node)),
-            "remote_failure": self._on_remote_failure,
-            "all_ended": self._on_all_ended,
-            "error": self._on_error,
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Arrived: lambda message: self._notices.on_arrived(message.nodes, time.monotonic()),
+            NodeInfo: self._start,
+            RemoteFailure: self._on_remote_failure,
+            AllEnded: self._on_all_ended,
+            Refused: self._on_refused,
         }
         """By kind, what to do about a message of the store agent; those about running ranks are added with these."""
 
@@ -170,10 +171,10 @@ class Attempt(LauncherLoop):
         if message is None:
             assert self._rendezvous.agent is not None
             self._selector.unregister(self._rendezvous.agent)
-        elif message.pop("attempt", self._number) == self._number:  # else it is about an earlier attempt
-            (kind, value), *fields = message.items()
-            if kind in self._handlers:
-                self._handlers[kind](value, **dict(fields))
+        elif not isinstance(message, News):
+            self._handlers[type(message)](message)
+        elif message.attempt == self._number and (handler := self._handlers.get(type(message.message))) is not None:
+            handler(message.message)
 
     def _on_process(self) -> None:
         message: ProcessStarted | ProcessExited | ProcessRefused = parse(self._session.receive())
@@ -190,20 +191,20 @@ class Attempt(LauncherLoop):
         if ended is not None:
             self._assess(self._running, ended)
 
-    def _on_remote_failure(self, failure: dict[str, Any]) -> None:
+    def _on_remote_failure(self, message: RemoteFailure) -> None:
         # This node may have failed at the same time; the store keeps the first failure.
-        self._failure = FailureReport.from_message(failure)
+        self._failure = FailureReport.from_message(message.failure)
         if self._failure.rank is None:  # the cause may be here: keep where the ranks are
             self._signal_ranks(signal.SIGQUIT)
         self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
-    def _on_all_ended(self, _: bool) -> None:
+    def _on_all_ended(self, _: AllEnded) -> None:
         self._all_ended = True
 
-    def _on_error(self, cause: str, hint: str, usage: bool) -> None:
+    def _on_refused(self, message: Refused) -> None:
         """Stop: the agent has ended, and with it this node's connection to the others."""
-        code = EXIT_USAGE if usage else 1
-        self._fail(FailureReport(cause=cause, hint=hint, exit_code=code), final=True)
+        code = EXIT_USAGE if message.usage else 1
+        self._fail(FailureReport(cause=message.cause, hint=message.hint, exit_code=code), final=True)
 
     def _on_signals(self) -> None:
         super()._on_signals()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import selectors
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.group import RankGroup, RankState
@@ -17,8 +17,8 @@ from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.watches import Hang, StartWatch, Watch
 
-Handlers = Mapping[str, Callable[..., None]]
-"""By kind, what to do about a message of the store agent."""
+Handlers = Mapping[type, Callable[[Any], None]]
+"""By kind, what to do about a message of the store agent (`agent_messages`)."""
 
 
 @dataclass

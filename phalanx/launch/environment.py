@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.host.gpus import sharing_environment
 from phalanx.host.processes import JOINS_LATE
+from phalanx.host.wire import Wire
 from phalanx.launch.spec import LaunchSpec
 from phalanx.observe.call_ring import KEPT, VARIABLE
 from phalanx.observe.goodput import LAUNCHED_AT
@@ -18,8 +19,8 @@ from phalanx.observe.heartbeat import BOARD_VARIABLE, board_path
 
 
 @dataclass(frozen=True)
-class NodeInfo:
-    """The position of this node in the group, and the address of the ranks' store."""
+class NodeInfo(Wire):
+    """The position of this node in the group, and the address of the ranks' store; a message of the store agent."""
 
     node_rank: int
     num_nodes: int
@@ -34,7 +35,7 @@ class NodeInfo:
     leader: str = ""
     """The node whose launcher decides about the ranks."""
     nodes: Sequence[Sequence[Any]] = ()
-    """Name, host and ranks of each node."""
+    """Name, host, ranks and address of the standby store of each node."""
     late: bool = False
     """Whether this node came when the others had begun."""
     round: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,6 +56,6 @@ class FailureReport:
         return asdict(self)
 
     @classmethod
-    def from_message(cls, message: dict[str, Any]) -> FailureReport:
+    def from_message(cls, message: Mapping[str, Any]) -> FailureReport:
         """Read back what `to_message` wrote."""
         return cls(**{**message, "details": tuple(message["details"])})

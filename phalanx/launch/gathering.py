@@ -24,6 +24,8 @@ from torch.distributed import DistStoreError, Store
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.messages import Message
+from phalanx.host.wire import decode, encode
+from phalanx.launch.agent_messages import NodePlace, Refused
 from phalanx.launch.membership import Entry, Heartbeats, Quorum
 
 _POLL_SECONDS = 0.05
@@ -111,14 +113,14 @@ class Roster:
         order = order_nodes([entry["node_rank"] for entry in taking_part.values()])
         return {named[index]: taking_part[named[index]] for index in order}
 
-    def places(self, taking_part: Mapping[str, Entry], facts: Message) -> dict[str, Message]:
+    def places(self, taking_part: Mapping[str, Entry], facts: Message) -> dict[str, NodePlace | Refused]:
         """Return the place of each node: `facts`, the same for all, with its node rank and its first rank."""
         facts = self.facts(taking_part, facts)
-        places, first_rank, entries = dict[str, Message](), 0, list(taking_part.values())
+        places, first_rank, entries = dict[str, NodePlace | Refused](), 0, list(taking_part.values())
         for node_rank, (node, entry) in enumerate(taking_part.items()):
-            places[node] = {**facts, "node_rank": node_rank, "first_rank": first_rank}
-            if self.may_change and node_rank > _READERS:
-                places[node]["list_at"] = entries[(node_rank - 1) // _READERS]["standby"]
+            reads_elsewhere = self.may_change and node_rank > _READERS
+            list_at = tuple(entries[(node_rank - 1) // _READERS]["standby"]) if reads_elsewhere else None
+            places[node] = NodePlace(node_rank, first_rank, **facts, list_at=list_at)
             first_rank += entry["ranks"]
         if not self.may_change:
             too_many = refusal(self.without_this_one())
@@ -199,7 +201,7 @@ class Gathering:
 
     # --- a node ----------------------------------------------------------------------------------------------
 
-    def wait(self, report: Callable[[int], None]) -> Message | None:
+    def wait(self, report: Callable[[int], None]) -> NodePlace | None:
         """Wait for this node's place; None: the others have begun without it. `report`: how many are present."""
         place = f"place/{self.own}"
         while True:
@@ -214,9 +216,9 @@ class Gathering:
                 raise self.roster.too_few(now)
             self._beat()
             self._present = self._store.add(_PRESENT, 0)
-        answer: Message = json.loads(self._store.get(place))
-        if "error" in answer:
-            raise (UsageError if answer["usage"] else PhalanxError)(answer["error"], hint=answer["hint"])
+        answer: NodePlace | Refused = decode(json.loads(self._store.get(place)))
+        if isinstance(answer, Refused):
+            raise (UsageError if answer.usage else PhalanxError)(answer.cause, hint=answer.hint)
         return answer
 
     def _is_there(self, key: str) -> bool:
@@ -229,7 +231,7 @@ class Gathering:
 
     # --- the leader ---------------------------------------------------------------------------------------------
 
-    def lead(self, expected: int, report: Callable[[int], None], facts: Message) -> Message:
+    def lead(self, expected: int, report: Callable[[int], None], facts: Message) -> NodePlace:
         """Wait for the nodes, give each its place, and return that of this one. `facts`: the same for all."""
         reported = 0
         try:
@@ -269,7 +271,7 @@ class Gathering:
             return names
         return [name for name in names if self._store.check([f"entry/{name}"])]
 
-    def _publish(self, taking_part: dict[str, Entry], facts: Message) -> Message:
+    def _publish(self, taking_part: dict[str, Entry], facts: Message) -> NodePlace:
         places = self.roster.places(taking_part, facts)
         if self.roster.may_change:
             self._store.set(NODES, json.dumps(taking_part))
@@ -277,11 +279,13 @@ class Gathering:
         # Last: a node without a place has come late from now on.
         self._store.set(DECIDED, json.dumps(self.roster.facts(taking_part, facts)))
         self.taking_part = taking_part
-        return places[self.own]
+        own = places[self.own]
+        assert isinstance(own, NodePlace), "the leader takes part"
+        return own
 
-    def _set_places(self, places: dict[str, Message]) -> None:
+    def _set_places(self, places: Mapping[str, NodePlace | Refused]) -> None:
         keys = [f"place/{node}" for node in places]
-        self._store.multi_set(keys, [json.dumps(place) for place in places.values()])
+        self._store.multi_set(keys, [json.dumps(encode(place)) for place in places.values()])
 
 
 def check_same(store: Store, identity: dict[str, str]) -> None:
@@ -327,9 +331,9 @@ def _name(number: int) -> str:
     return f"{number:05d}"
 
 
-def refusal(error: PhalanxError) -> Message:
+def refusal(error: PhalanxError) -> Refused:
     """Return an error as a message."""
-    return {"error": error.message, "hint": error.hint, "usage": isinstance(error, UsageError)}
+    return Refused(error.message, error.hint, usage=isinstance(error, UsageError))
 
 
 def _some(names: list[str]) -> str:

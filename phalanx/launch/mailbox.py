@@ -22,9 +22,11 @@ from typing import Any
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from phalanx.errors import CommunicationError
+from phalanx.host.messages import Message
 from phalanx.launch.membership import ALL
 
 Mail = dict[str, Any]
+"""A message with its sender."""
 
 _POLL_SECONDS = 0.05
 """How often the leader looks for mail, in a store of its own process."""
@@ -88,9 +90,9 @@ class Mailbox:
         """As the leader: let messages to `ALL` reach these nodes, and read their heartbeats."""
         self._others = tuple(node for node in nodes if node != self._own)
 
-    def post(self, to: str | Sequence[str], message: Mail) -> None:
-        """Send a message to the launcher of a node, to `ALL`, or as the leader to those of several nodes."""
-        self._out.append((to, {**message, "sender": self._own}))
+    def post(self, to: str | Sequence[str], message: Message) -> None:
+        """Send a message to a node, to `ALL`, or as the leader to several; it arrives with this node's name."""
+        self._out.append((to, {"sender": self._own, "message": message}))
         self._wakeup.set()
 
     def receive(self) -> list[Mail]:

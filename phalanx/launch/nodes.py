@@ -17,9 +17,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
@@ -28,6 +29,31 @@ from phalanx.host.addresses import own_address
 from phalanx.host.job_secret import VARIABLE
 from phalanx.host.messages import Message
 from phalanx.host.signed_store import sign_store
+from phalanx.host.wire import Wire, decode, encode, kind_of
+from phalanx.launch.agent_messages import (
+    Accused,
+    Agreed,
+    AllEnded,
+    Arrived,
+    AskCalls,
+    Calls,
+    CallsWanted,
+    Known,
+    LeaderLost,
+    Leads,
+    Mailed,
+    News,
+    NodeArrived,
+    NodeFinished,
+    NodePlace,
+    NodesLost,
+    RemoteFailure,
+    SilentNodes,
+    TakeIn,
+    TakenIn,
+    WatchNodes,
+)
+from phalanx.launch.environment import NodeInfo
 from phalanx.launch.gathering import (
     DECIDED,
     MOVED,
@@ -96,7 +122,7 @@ class NodeGroup:
         self._beats = Heartbeats()
         """Those of a fixed number of nodes."""
         self._finished: set[str] = set()
-        self._silent: list[str] = []
+        self._silent: tuple[str, ...] = ()
         self._knows_failure = False
         self._probes = Probes(SUSPECT_SECONDS)
         self._neighbours = NeighbourWatch(self._open_neighbour, self._notify)
@@ -111,6 +137,19 @@ class NodeGroup:
             self._address = own_address(self._host)
             self._standby = open_store(self._address, 0, self._seconds, is_master=True)
             self._entry["standby"] = [self._address, self._standby.port]
+        self._readers: Final[dict[type, Callable[[str, Any], Wire | None]]] = {
+            Accused: self._on_accused,
+            Known: self._on_known,
+            Agreed: self._on_agreed,
+            Leads: self._on_leads,
+            NodeFinished: self._on_finished,
+            RemoteFailure: self._on_failure,
+            AskCalls: self._on_question,
+            NodeArrived: lambda sender, message: message,
+            Calls: lambda sender, message: message,
+            AllEnded: lambda sender, message: message,
+        }
+        """By its kind, what to do about mail; returns what the launcher has to know."""
 
     def _sign(self, prefix: str) -> Store:
         return self._signed(self._store, prefix)
@@ -126,13 +165,13 @@ class NodeGroup:
 
     # --- gathering ----------------------------------------------------------------------------------------------
 
-    def gather(self, attempt: int, send: Callable[[Message], None]) -> dict[str, Any]:
-        """Wait for the nodes, or be taken in by those that train; return the fields of this one's `NodeInfo`."""
+    def gather(self, attempt: int, send: Callable[[Wire], None]) -> NodeInfo:
+        """Wait for the nodes, or be taken in by those that train; return the place of this one."""
         self._attempt = attempt
         if self._mailbox is not None:  # the others wait for the failure that ended the attempt before
             self._mailbox.close(_SEND_SECONDS)
             self._mailbox = None
-        self._finished, self._silent = set(), []
+        self._finished, self._silent = set(), ()
         self._knows_failure, self._unread = False, []
         try:
             check_same(self._sign("phalanx"), self._request.get("identity") or {})
@@ -141,9 +180,9 @@ class NodeGroup:
             self._attempt_store = None
             raise self._leader_is_lost() from error
 
-    def _gather(self, send: Callable[[Message], None]) -> dict[str, Any]:
+    def _gather(self, send: Callable[[Wire], None]) -> NodeInfo:
         def report(present: int) -> None:
-            send({"arrived": present, "attempt": self._attempt})
+            send(News(self._attempt, Arrived(present)))
 
         self._round = agree_on_round(self._sign("phalanx"), max(self._attempt, self._round + 1))
         self._attempt_store = self._sign(f"phalanx/{self._round}")
@@ -162,10 +201,9 @@ class NodeGroup:
             raise gathering.roster.without_this_one()
         if place is None:
             return self._join_late(json.loads(self._attempt_store.get(DECIDED)), send)
-        self._run_id, self._leader = place["run_id"], place["leader"]
-        list_at = place.pop("list_at", None)
+        self._run_id, self._leader = place.run_id, place.leader
         if self._may_change:
-            self._nodes = gathering.taking_part or self._read_nodes(list_at)
+            self._nodes = gathering.taking_part or self._read_nodes(place.list_at)
         self._begin()
         self._open_mailbox().start()
         nodes = [
@@ -173,7 +211,19 @@ class NodeGroup:
             for node, entry in self._nodes.items()
             if self._may_change
         ]
-        return {**place, "master_addr": self._host, "own": self._own, "nodes": nodes, "round": self._round}
+        return NodeInfo(
+            node_rank=place.node_rank,
+            num_nodes=place.num_nodes,
+            first_rank=place.first_rank,
+            world_size=place.world_size,
+            master_addr=self._host,
+            master_port=place.master_port,
+            run_id=self._run_id,
+            own=self._own,
+            leader=self._leader,
+            nodes=nodes,
+            round=self._round,
+        )
 
     def _read_nodes(self, list_at: tuple[str, int] | None) -> dict[str, Entry]:
         """Read the list of all nodes from one that has it, and let others read it from this one."""
@@ -198,7 +248,7 @@ class NodeGroup:
                 host, port = json.loads(root.get(MOVED))
                 raise MovedError((host, port))
 
-    def _lead(self, gathering: Gathering, report: Callable[[int], None]) -> Message:
+    def _lead(self, gathering: Gathering, report: Callable[[int], None]) -> NodePlace:
         # The ranks' store is on the endpoint's host, which all nodes can reach.
         self._rank_store = open_store(self._host, 0, self._seconds, is_master=True)
         # Another node may lead after a restart: the run keeps its name.
@@ -209,27 +259,21 @@ class NodeGroup:
         finally:
             self._nodes = gathering.taking_part or gathering.roster.entries
 
-    def _join_late(self, run: Message, send: Callable[[Message], None]) -> dict[str, Any]:
+    def _join_late(self, run: Message, send: Callable[[Wire], None]) -> NodeInfo:
         """Ask the node that leads to take this one in."""
         self._leader, self._run_id = run["leader"], run["run_id"]
         self._members = None
         mailbox = self._open_mailbox()
         mailbox.start()
-        mailbox.post(self._leader, {"arrival": self._own, "node": self._entry})
+        entry = self._entry
+        self._mail(self._leader, NodeArrived(self._own, entry["host"], entry["ranks"], tuple(entry["standby"])))
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline and not mailbox.failed:
             mails = mailbox.receive()
             for number, mail in enumerate(mails):
-                if "accept" in mail:
+                if kind_of(mail["message"]) is TakenIn:
                     self._unread += mails[number + 1 :]
-                    place = {**mail["accept"], **mail["places"][self._own]}
-                    self._nodes = {
-                        node: {"host": host, "ranks": ranks, "standby": standby}
-                        for node, host, ranks, standby in place["nodes"]
-                    }
-                    self._begin(place.get("term", 0), place.pop("gone", ()), place.pop("new", ()))
-                    known = {"own": self._own, "leader": self._leader, "run_id": self._run_id, "round": self._round}
-                    return {**place, **known}
+                    return self._take_place(decode(mail["message"]))
                 self._unread.append(mail)
             if current_round(self._sign("phalanx")) > self._round:  # all start again: with this one
                 mailbox.close()
@@ -239,6 +283,20 @@ class NodeGroup:
             f"the run at {self._host}:{self._port} did not take this node in within {self._seconds:.0f} s.",
             hint="It has as many ranks as it may have (--num-workers 2:8 sets the most), or it has ended.",
         )
+
+    def _take_place(self, message: TakenIn) -> NodeInfo:
+        place = NodeInfo(
+            **{**message.common, **message.places[self._own]},
+            own=self._own,
+            leader=self._leader,
+            run_id=self._run_id,
+            round=self._round,
+        )
+        self._nodes = {
+            node: {"host": host, "ranks": ranks, "standby": standby} for node, host, ranks, standby in place.nodes
+        }
+        self._begin(place.term, message.gone, message.new)
+        return place
 
     def _begin(self, term: int = 0, gone: Iterable[str] = (), new: Iterable[str] = ()) -> None:
         """Take part with the nodes that are known."""
@@ -275,60 +333,76 @@ class NodeGroup:
         if self._mailbox is not None and self._leads:
             self._mailbox.serve(self._nodes)
 
+    def take_in(self, request: TakeIn) -> None:
+        """Let nodes that have come late take part, and tell them which of the others count for a quorum."""
+        if self._members is not None:
+            gone, new = tuple(self._members.gone), tuple(self._members.new)
+            self._mail(tuple(request.places), TakenIn(request.common, request.places, gone, new))
+
+    def _mail(self, to: str | Sequence[str], message: Wire) -> None:
+        self.post(to, encode(message))
+
     def post(self, to: str | Sequence[str], message: Message) -> None:
-        """Send a message to the launcher of a node, to those of several, to `LEADER`, or to `ALL`."""
-        if "accept" in message and self._members is not None:
-            message["accept"] |= {"gone": list(self._members.gone), "new": list(self._members.new)}
+        """Send an encoded message to a node, to several, to `LEADER`, or to `ALL`."""
         if self._mailbox is not None:
             self._mailbox.post(self._leader if to == LEADER else to, message)
 
-    def news(self) -> list[Message]:
+    def news(self) -> list[News]:
         """Return messages for the launcher: mail, lost nodes, or that another node leads from now on."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wakeup)
         if self._mailbox is None:
             return []
         unread, self._unread = self._unread, []
-        messages = [message for mail in (*unread, *self._mailbox.receive()) for message in self._read(mail)]
+        read = [self._read(mail) for mail in (*unread, *self._mailbox.receive())]
+        messages = [message for message in read if message is not None]
         if self._members is not None:
             messages += self._look_around(self._members, self._mailbox)
         elif not self._may_change:
             messages += self._look_at_fixed(self._mailbox)
-        return [{**message, "attempt": self._attempt} for message in messages]
+        return [News(self._attempt, message) for message in messages]
 
-    def _read(self, mail: Mail) -> list[Message]:
-        """Take what a message says about the nodes; return what the launcher has to know, its kind first."""
-        if "kind" in mail:
-            return [{"mail": mail}]
-        if "accused" in mail and self._members is not None:
-            self._members.on_accusation(mail["accused"], time.monotonic())
-        if "knows" in mail and self._members is not None:
-            self._members.on_known(mail["sender"], mail["knows"])
-        if "agreed" in mail and self._members is not None and mail["sender"] == self._leader:
-            self._members.agree(mail["agreed"])
-        if "leads" in mail and self._members is not None and mail["sender"] == self._leader:
-            self._members.confirm(mail["leads"])
-        if "node_finished" in mail:
-            self._finished.add(mail["sender"])
-            if len(self._finished) == len(self._nodes):
-                self.post(ALL, {"all_ended": True})
-            return []
-        if "remote_failure" in mail:  # the first of them is that of all nodes
-            is_news = not self._knows_failure and mail["sender"] != self._own
-            self._knows_failure = True
-            return [{"remote_failure": mail["remote_failure"]}] if is_news else []
-        if "question" in mail:
-            return [{**mail, "is_ours": mail["sender"] == self._own}]
-        for kind in ("answer", "all_ended"):
-            if kind in mail:
-                return [{kind: mail[kind]}]
-        return [{"arrival": mail["arrival"], "entry": mail["node"]}] if "arrival" in mail else []
+    def _read(self, mail: Mail) -> Wire | None:
+        """Take what a message says about the nodes; return what the launcher has to know."""
+        sender, message = mail["sender"], mail["message"]
+        reader = self._readers.get(kind_of(message))
+        return Mailed(sender, message) if reader is None else reader(sender, decode(message))
 
-    def change(self, entries: dict[str, Entry | None], version: int) -> None:
-        """Take part with these nodes, too, or without them (None), as the launcher says."""
+    def _on_accused(self, sender: str, message: Accused) -> None:
         if self._members is not None:
-            if self._members.change(entries, time.monotonic(), version):
-                self.post(LEADER, {"knows": version})
+            self._members.on_accusation(message.signs, time.monotonic())
+
+    def _on_known(self, sender: str, message: Known) -> None:
+        if self._members is not None:
+            self._members.on_known(sender, message.version)
+
+    def _on_agreed(self, sender: str, message: Agreed) -> None:
+        if self._members is not None and sender == self._leader:
+            self._members.agree(message.version)
+
+    def _on_leads(self, sender: str, message: Leads) -> None:
+        if self._members is not None and sender == self._leader:
+            self._members.confirm(message.term)
+
+    def _on_finished(self, sender: str, _: NodeFinished) -> None:
+        self._finished.add(sender)
+        if len(self._finished) == len(self._nodes):
+            self._mail(ALL, AllEnded())
+
+    def _on_failure(self, sender: str, message: RemoteFailure) -> RemoteFailure | None:
+        """Pass on the first failure, which is that of all nodes; the launcher knows its own."""
+        is_news = not self._knows_failure and sender != self._own
+        self._knows_failure = True
+        return message if is_news else None
+
+    def _on_question(self, sender: str, message: AskCalls) -> CallsWanted:
+        return CallsWanted(message.number, sender, is_own=sender == self._own)
+
+    def change(self, request: WatchNodes) -> None:
+        """Take part with other nodes, too, or without them, as the launcher says."""
+        if self._members is not None:
+            if self._members.change(request.nodes, time.monotonic(), request.version):
+                self._mail(LEADER, Known(request.version))
             self._nodes = self._members.nodes
             self._serve()
 
@@ -336,12 +410,12 @@ class NodeGroup:
         """Say that this node leads, as its launcher has decided: to all nodes, in its store, at the endpoint."""
         if self._members is not None:
             self._members.confirm(term)
-            self.post(ALL, {"leads": term})
+            self._mail(ALL, Leads(term))
             self._describe_run()
 
     # --- lost nodes ------------------------------------------------------------------------------------------
 
-    def _look_at_fixed(self, mailbox: Mailbox) -> list[Message]:
+    def _look_at_fixed(self, mailbox: Mailbox) -> list[Wire]:
         """Name silent nodes of a fixed number, which may still answer; end with the one that leads."""
         now = time.monotonic()
         if not self._leads:
@@ -350,11 +424,11 @@ class NodeGroup:
             return []
         self._beats.take(mailbox.beats(), now)
         seconds = _LOST_SECONDS + 2 * beat_seconds(len(self._nodes))
-        names = [describe(node, self._nodes) for node in self._beats.silent(seconds, now)]
+        names = tuple(describe(node, self._nodes) for node in self._beats.silent(seconds, now))
         changed, self._silent = names != self._silent, names
-        return [{"silent_nodes": names}] if changed else []
+        return [SilentNodes(names)] if changed else []
 
-    def _look_around(self, members: Membership, mailbox: Mailbox) -> list[Message]:
+    def _look_around(self, members: Membership, mailbox: Mailbox) -> list[Wire]:
         """Tell the nodes' state what was heard, and carry out what it says."""
         now = time.monotonic()
         members.on_beats(mailbox.beats(), now)
@@ -364,7 +438,7 @@ class NodeGroup:
         for node, heard in self._neighbours.heard().items():
             members.on_neighbour(node, heard)
         members.on_answers(self._probes.answers(), now)
-        news: list[Message] = []
+        news: list[Wire] = []
         for action in members.check(now):
             if isinstance(action, Stop):
                 raise PhalanxError(action.cause, hint=action.hint)
@@ -373,12 +447,12 @@ class NodeGroup:
             elif isinstance(action, Watch):
                 self._neighbours.watch({node: tuple(members.nodes[node]["standby"]) for node in action.nodes})
             elif isinstance(action, Accuse):
-                self.post(LEADER, {"accused": dict(action.signs)})
+                self._mail(LEADER, Accused(action.signs))
             elif isinstance(action, Agreement):
-                self.post(ALL, {"agreed": action.version})
-                news.append({"agreed": action.version})
+                self._mail(ALL, Agreed(action.version))
+                news.append(Agreed(action.version))
             elif isinstance(action, Lost):
-                news.append({"lost_nodes": list(action.nodes), "ended": list(action.ended)})
+                news.append(NodesLost(action.nodes, action.ended))
             elif isinstance(action, Move):
                 news.append(self._move(action, members, mailbox))
         if members.phase != "searching" and members.nodes is not self._nodes:
@@ -392,18 +466,17 @@ class NodeGroup:
             hint="Look at that node's own output: its launcher has ended.",
         )
 
-    def _move(self, move: Move, members: Membership, mailbox: Mailbox) -> Message:
+    def _move(self, move: Move, members: Membership, mailbox: Mailbox) -> LeaderLost:
         """Move to the store of the node that leads from now on, which may be this one."""
         mailbox.close()  # what was not sent is lost with the node
         host = self._nodes[move.lost]["host"]
-        news: Message = {"leader": move.leader, "lost": host, "term": move.term}
-        news |= {"ended": list(move.ended), "gone": list(move.gone), "new": list(move.new)}
+        news = LeaderLost(move.leader, None, move.term, move.ended, move.gone, move.new, host)
         self._nodes, self._leader, self._leads = members.nodes, move.leader, members.leads
         self._host, self._port = self._nodes[self._leader]["standby"]
         if self._leads:
             self._store = self._standby
             self._rank_store = open_store(self._address, 0, self._seconds, is_master=True)
-            news |= {"address": [self._address, self._rank_store.port]}
+            news = replace(news, address=(self._address, self._rank_store.port))
             check_same(self._sign("phalanx"), self._request.get("identity") or {})
             agree_on_round(self._sign("phalanx"), self._round)
         else:

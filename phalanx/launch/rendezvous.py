@@ -12,12 +12,13 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Sequence
 
 from phalanx.errors import ForkServerDiedError
 from phalanx.host import messages
 from phalanx.host.addresses import LOOPBACK
 from phalanx.host.job_secret import VARIABLE
+from phalanx.host.wire import Wire, decode, encode
+from phalanx.launch.agent_messages import AskCalls, Calls, CallsWanted, Gather, NodeFinished, Post, RemoteFailure
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.forkserver.client import Session
@@ -41,9 +42,6 @@ class Rendezvous:
         """The connection to the store agent, to wait on for `receive`."""
         self.agent_key = ""
         self._outbox: messages.Outbox | None = None
-        self._node_rank = 0
-        self._askers: dict[int, str] = {}
-        """The nodes that have asked for the collectives of all ranks, by their question's number."""
         self.is_complete = False
         """Whether all nodes have joined: then the others wait for a message when this one leaves."""
 
@@ -77,7 +75,7 @@ class Rendezvous:
             if (elastic := self._spec.elastic) is not None:
                 request |= {"min_ranks": elastic.sizes[-1], "silence_seconds": elastic.silence_seconds}
             self._fork_agent("store", request, [])
-        self._send({"gather": attempt})
+        self.send(Gather(attempt))
         return None
 
     def _fork_agent(self, key: str, request: messages.Message, descriptors: list[int]) -> None:
@@ -88,50 +86,43 @@ class Rendezvous:
             request = {"do": "agent", "key": key, "log": str(self._log), **request}
             self._session.fork(request, [far_end.fileno(), *descriptors])
 
-    def receive(self) -> messages.Message | None:
-        """Return the agent's next message, None when it has ended.
-
-        It is one of "arrived", "node", "remote_failure", "silent_nodes", "question", "answer", "all_ended" and "error";
-        if the number of nodes may change, also "mail", "arrival", "lost_nodes" and "leader".
-        """
+    def receive(self) -> Wire | None:
+        """Return the agent's next message (`agent_messages`), None when it has ended."""
         assert self.agent is not None
         received = messages.receive(self.agent)
         if received is None:
             return None
-        message, _ = received
-        if "node" in message:
-            self.is_complete, self._node_rank = True, message["node"]["node_rank"]
-        elif "question" in message:
-            self._askers[message["question"]] = message["sender"]
-        message.pop("sender", None)  # what else depends on it is in the message
+        message: Wire = decode(received[0])
+        self.is_complete = self.is_complete or isinstance(message, NodeInfo)
         return message
 
     def publish_failure(self, failure: FailureReport) -> None:
         """Send the other nodes why this one stops."""
         if self.has_other_nodes:
-            self.post(ALL, {"remote_failure": failure.to_message()})
+            self.post(ALL, RemoteFailure(failure.to_message()))
 
     def ask_calls(self) -> None:
         """Ask all launchers, this one included, for the collectives of their ranks."""
-        self.post(ALL, {"question": secrets.randbits(32)})
+        self.post(ALL, AskCalls(secrets.randbits(32)))
 
-    def send_calls(self, number: int, calls: list[messages.Message]) -> None:
+    def send_calls(self, wanted: CallsWanted, node_rank: int, calls: list[messages.Message]) -> None:
         """Send what this node's ranks have answered to the node that has asked."""
-        self.post(self._askers[number], {"answer": {"number": number, "from": self._node_rank, "calls": calls}})
+        self.post(wanted.node, Calls(wanted.number, node_rank, calls))
 
     def publish_end(self) -> None:
-        """Report that all ranks of this node have succeeded; "all_ended" comes when those of all nodes have."""
-        self.post(LEADER, {"node_finished": True})
+        """Report that all ranks of this node have succeeded; `AllEnded` comes when those of all nodes have."""
+        self.post(LEADER, NodeFinished())
 
-    def post(self, to: str | Sequence[str], message: messages.Message) -> None:
+    def post(self, to: str | tuple[str, ...], message: Wire) -> None:
         """Send a message to the launcher of another node, or to those of several."""
         if self.has_other_nodes:
-            self._send({"post": message, "to": to})
+            self.send(Post(to, message))
 
-    def _send(self, message: messages.Message) -> None:
+    def send(self, request: Wire) -> None:
+        """Ask the agent for something."""
         if self._outbox is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the loop sees the end of its socket
-                self._outbox.send(message)
+                self._outbox.send(encode(request))
 
     @property
     def has_unsent(self) -> bool:
@@ -143,14 +134,6 @@ class Rendezvous:
         if self._outbox is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._outbox.flush()
-
-    def watch_nodes(self, entries: messages.Message, version: int) -> None:
-        """Watch other nodes from now on, by their entries; None: not any more. `version`: of the view."""
-        self._send({"nodes": entries, "version": version})
-
-    def lead(self, term: int) -> None:
-        """Tell the other nodes that this one leads: enough of them have reported to it."""
-        self._send({"lead": term})
 
     def close(self) -> None:
         """Close the connection, which ends the agent."""

@@ -17,6 +17,8 @@ from torch.distributed import TCPStore
 from phalanx.errors import PhalanxError
 from phalanx.host import messages
 from phalanx.host.addresses import LOOPBACK
+from phalanx.host.wire import Wire, decode, encode
+from phalanx.launch.agent_messages import Gather, Lead, Post, TakeIn, WatchNodes
 from phalanx.launch.gathering import refusal
 from phalanx.launch.nodes import NodeGroup
 
@@ -57,7 +59,7 @@ def _serve_nodes(launcher: socket.socket, request: messages.Message) -> None:
         nodes = NodeGroup(request)
         _follow(launcher, nodes)
     except PhalanxError as error:
-        messages.send(launcher, refusal(error))
+        messages.send(launcher, encode(refusal(error)))
         messages.receive(launcher)
     if nodes is not None:
         nodes.leave()
@@ -66,6 +68,10 @@ def _serve_nodes(launcher: socket.socket, request: messages.Message) -> None:
 def _follow(launcher: socket.socket, nodes: NodeGroup) -> None:
     """Execute the launcher's requests, and send it news of the other nodes, until it closes the socket."""
     outbox = messages.Outbox(launcher)
+
+    def send(message: Wire) -> None:
+        outbox.send(encode(message))
+
     with selectors.DefaultSelector() as selector:
         selector.register(launcher, selectors.EVENT_READ)
         selector.register(nodes.wakeup, selectors.EVENT_READ)
@@ -75,15 +81,17 @@ def _follow(launcher: socket.socket, nodes: NodeGroup) -> None:
                 received = messages.receive(launcher)
                 if received is None:
                     return
-                request, _ = received
-                if "gather" in request:
-                    outbox.send({"node": nodes.gather(request["gather"], outbox.send)})
-                elif "nodes" in request:
-                    nodes.change(request["nodes"], request["version"])
-                elif "lead" in request:
-                    nodes.lead(request["lead"])
-                else:
-                    nodes.post(request["to"], request["post"])
-            for message in nodes.news():
-                outbox.send(message)
+                match decode(received[0]):
+                    case Gather(attempt):
+                        send(nodes.gather(attempt, send))
+                    case WatchNodes() as request:
+                        nodes.change(request)
+                    case Lead(term):
+                        nodes.lead(term)
+                    case TakeIn() as request:
+                        nodes.take_in(request)
+                    case Post(to, message):
+                        nodes.post(to, message)
+            for news in nodes.news():
+                send(news)
             outbox.flush()

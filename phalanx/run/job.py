@@ -38,7 +38,8 @@ from phalanx.run.result import JobResult
 from phalanx.run.weights import whole_state, whole_weights
 from phalanx.strategies.base import is_laid_out
 from phalanx.strategies.optimizer_state import named_groups
-from phalanx.world.world import World
+from phalanx.strategies.registry import load_for
+from phalanx.world.world import World, start_device
 
 if TYPE_CHECKING:
     from phalanx.loop.faults import FaultPlan
@@ -70,11 +71,17 @@ class Job:
         """Run it on this rank, and after lost or added ranks again with those present."""
         run: Callable[..., JobResult] = partial(_run_formed, self)
         if self.action == "fit" and "PHALANX_CONTROL_FD" in os.environ:  # the launcher replaces lost ranks
-            result: JobResult = feature("recovery").run_recovering(run)
+            result: JobResult = feature("recovery").run_recovering(run, partial(_get_ready, self.config))
             return result
         for engine in engines_here() if self.action == "fit" else ():
             run = engine.wrap_run(run)
         return run()
+
+
+def _get_ready(config: DistributedConfig) -> None:
+    """Import and start what a rank needs, before it knows the others."""
+    load_for(config)
+    start_device(config)
 
 
 def _run_formed(job: Job, survivor: Survival | None = None) -> JobResult:

@@ -55,21 +55,25 @@ def _load(home: str) -> type[Strategy]:
 
 def build_strategy(config: DistributedConfig, world: World) -> Strategy:
     """Return the strategy that the config names."""
-    name, mesh = config.resolved_strategy, world.mesh
-    if max(mesh.pp, mesh.cp, mesh.tp, config.expert_parallel) > 1:
+    return load_for(config)(config, world)
+
+
+def load_for(config: DistributedConfig) -> type[Strategy]:
+    """Return the class of the strategy that the config names, also of one that composes several axes."""
+    name = config.resolved_strategy
+    axes = (config.pipeline_parallel, config.context_parallel, config.tensor_parallel, config.expert_parallel)
+    if max(axes) > 1:
         if name not in HOMES:
             raise UsageError(
                 f"strategy = {name!r} does not compose with other axes: it is not one of {', '.join(HOMES)}",
                 hint="Leave out tensor_parallel, pipeline_parallel, context_parallel and expert_parallel.",
             )
-        kind = _load(_COMPOSED)
-    elif (
+        return _load(_COMPOSED)
+    if (
         name == DEFAULT_STRATEGY
         and config.strategy == "auto"
         and config.compression == "none"
         and not config.fixed_order
     ):
-        kind = _load(_AUTO)
-    else:
-        kind = load_strategy(name)
-    return kind(config, world)
+        return _load(_AUTO)
+    return load_strategy(name)

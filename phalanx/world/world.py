@@ -135,6 +135,23 @@ def join_world(config: DistributedConfig) -> World:
     return World(env, device, mesh, backend, dist.PrefixStore(name, store), owns_group=True)
 
 
+def start_device(config: DistributedConfig) -> None:
+    """Start CUDA and load NCCL's kernels in a rank that waits for its place: both take tenths of a second.
+
+    A spare rank does not know its GPU yet. NCCL reads which cards it may use once, and between nodes that depends on
+    the leader's address.
+    """
+    env = read_rank_env()
+    if env is None or env.local_rank >= env.local_world_size:
+        return
+    device = _pick_device(config, env)
+    if device.type != "cuda":
+        return
+    torch.zeros((), device=device)
+    if env.on_one_node and "nccl" in _comm_backend(config, device, env):
+        torch_compat.load_nccl()
+
+
 def _agree_on_backend(store: dist.Store, env: RankEnv) -> str:
     """Return our own backend, or gloo if any rank cannot form it with its torch; all ranks call this and get the same.
 

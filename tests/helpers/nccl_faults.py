@@ -2,7 +2,7 @@
 
 python nccl_faults.py '{"faults": [["kill", 12, 1, "backward"]], "settings": {"num_workers": 3}}' FOLDER
 
-With NCCL_FAULTS_DUMP=3 each rank prints its stacks every 3 s after an abort, or its start, until it is in a new group.
+With NCCL_FAULTS_DUMP=3 each rank prints its stacks every 3 s after an abort, or its start, until its next step is complete.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Faults(phalanx.Callback):
                 faulthandler.dump_traceback_later(float(seconds), repeat=True)
 
     def on_fit_start(self, trainer: Any) -> None:
-        faulthandler.cancel_dump_traceback_later()
         torch.backends.cuda.matmul.allow_tf32 = False
         self.trainer = trainer
         for number, parameter in enumerate(trainer.model.parameters()):
@@ -73,6 +72,7 @@ class Faults(phalanx.Callback):
         gate._undo = undo_and_note
 
     def on_step_end(self, trainer: Any, info: Any) -> None:
+        faulthandler.cancel_dump_traceback_later()
         self.maybe("boundary", info.step)
 
     def maybe(self, where: str, step: int | None = None, own: int | None = None) -> None:

@@ -34,6 +34,14 @@ SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.
 """A program ignores those of them that its parent ignores; nohup ignores the first."""
 WARM = "tests-warm"
 """The name of the warm process of a program, which `ps` shows."""
+IMPORTED = (
+    *("phalanx.cli.train", "phalanx.worker", "phalanx.run.trainer", "phalanx.strategies.compose"),
+    *("phalanx.checkpoint.read", "phalanx.checkpoint.write", "phalanx.comm.backend", "phalanx.loop.checks"),
+    *("phalanx.diagnosis.blame", "phalanx.diagnosis.nonfinite", "phalanx.diagnosis.out_of_memory"),
+    *("phalanx.recovery.ranks.neighbours", "phalanx.zoo.models.loss", "phalanx.zoo.models.registry"),
+    *("phalanx.launch.supervisor", "psutil", "pytest"),
+)
+"""What the command and the ranks of most tests import beside torch, which takes as long as a small training."""
 ROOT = str(Path(__file__).resolve().parents[2])
 _PYTHON = sys.executable
 _SET_IN_PROGRAMS = ("PYTHONPATH", "PYTHONUNBUFFERED")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import importlib
 import multiprocessing.process
 import os
@@ -30,11 +31,6 @@ from phalanx.launch.forkserver import client
 from phalanx.launch.forkserver.preload import preload, set_compute_threads
 from phalanx.launch.rank import leave, run_target
 
-_IMPORTED = (
-    *("phalanx.cli.train", "phalanx.worker", "phalanx.run.trainer", "phalanx.strategies.compose"),
-    *("phalanx.zoo.models.loss", "phalanx.launch.supervisor", "psutil", "pytest"),
-)
-"""What the command and the ranks of most tests import beside torch."""
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_BIND, _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x1000, 0x4000, 0x80000, 2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,8 +43,9 @@ def main() -> NoReturn:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     preload()
-    for name in _IMPORTED:
+    for name in programs.IMPORTED:
         importlib.import_module(name)
+    gc.freeze()
     sys.path.remove(programs.ROOT)
     client.subprocess = programs  # type: ignore[attr-defined]
     threads = os.listdir("/proc/self/task")

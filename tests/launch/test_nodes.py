@@ -18,7 +18,26 @@ from waiting import LIMIT_SECONDS, until
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host import messages
 from phalanx.host.addresses import free_port
+from phalanx.host.wire import Wire, encode
 from phalanx.launch import gathering
+from phalanx.launch.agent_messages import (
+    AllEnded,
+    AskCalls,
+    Calls,
+    CallsWanted,
+    LeaderLost,
+    Mailed,
+    News,
+    NodeArrived,
+    NodeFinished,
+    NodePlace,
+    NodesLost,
+    RemoteFailure,
+    SilentNodes,
+    TakeIn,
+    WatchNodes,
+)
+from phalanx.launch.environment import NodeInfo
 from phalanx.launch.gathering import Gathering, agree_on_round
 from phalanx.launch.membership import ALL, LEADER, beat_seconds
 from phalanx.launch.nodes import NodeGroup
@@ -26,6 +45,7 @@ from phalanx.launch.probes import Probes
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.spec import CallTarget, LaunchSpec
 from phalanx.launch.store_agent import _follow
+from phalanx.recovery.messages import Hello, ResizeAsked
 
 
 class Machines:
@@ -42,31 +62,32 @@ class Machines:
         self.opened.append(self)
         self.arrived: dict[int, list[int]] = {}
 
-    def gather(self, *numbers: int, attempt: int = 0, **request: Any) -> list[dict[str, Any]]:
+    def gather(self, *numbers: int, attempt: int = 0, **request: Any) -> list[NodeInfo]:
         """Let machines gather at the same time, and return their places."""
         with ThreadPoolExecutor(len(numbers)) as pool:
             found = [pool.submit(self._gather, number, attempt, request) for number in numbers]
             return [each.result() for each in found]
 
-    def _gather(self, number: int, attempt: int, request: dict[str, Any]) -> dict[str, Any]:
+    def _gather(self, number: int, attempt: int, request: dict[str, Any]) -> NodeInfo:
         counts = self.arrived.setdefault(number, [])
         if number not in self.groups:
             facts = {"node_rank": number, "launch_id": f"run{number}", **self._request, **request}
             self.groups[number] = NodeGroup(facts)
-        return self.groups[number].gather(attempt, lambda message: counts.append(message["arrived"]))
+        return self.groups[number].gather(attempt, lambda news: counts.append(news.message.nodes))
 
-    def await_news(self, number: int, kind: str) -> dict[str, Any]:
+    def await_news(self, number: int, kind: type) -> Any:
         """Wait until a machine gets news of a kind, and return it."""
         return self.news_until(number, kind)[-1]
 
-    def news_until(self, number: int, kind: str) -> list[dict[str, Any]]:
+    def news_until(self, number: int, kind: type) -> list[Wire]:
         """Wait until a machine gets news of a kind, and return all that it got."""
-        found: list[dict[str, Any]] = []
+        found: list[Wire] = []
 
         def came() -> bool:
-            for message in self.groups[number].news():
-                found.append(message)
-                if kind in message:
+            for news in self.groups[number].news():
+                assert news.attempt == self.groups[number]._attempt
+                found.append(news.message)
+                if isinstance(news.message, kind):
                     return True
             return False
 
@@ -104,8 +125,8 @@ def elastic(num_nodes: int, **request: Any) -> Machines:
 def test_a_fixed_number_of_machines_gets_places_and_a_store():
     machines = Machines(3, secret="of all")
     places = machines.gather(2, 0, 1)
-    assert [(each["node_rank"], each["first_rank"]) for each in places] == [(2, 4), (0, 0), (1, 2)]
-    (shared,) = {(each["master_port"], each["run_id"], each["world_size"], each["num_nodes"]) for each in places}
+    assert [(each.node_rank, each.first_rank) for each in places] == [(2, 4), (0, 0), (1, 2)]
+    (shared,) = {(each.master_port, each.run_id, each.world_size, each.num_nodes) for each in places}
     assert shared[1:] == ("run0", 6, 3)
     assert machines.arrived[0][-1] == 3
     assert all(machines.arrived.values()), "each has reported how many there are"
@@ -137,34 +158,38 @@ def test_a_machine_that_was_started_again_counts_once(monkeypatch):
     assert store.add("present", 0) == 2
     store.add("arrivals", 1)  # one that was killed before it wrote its entry
     leader.lead(2, lambda present: None, {"run_id": "x"})
-    assert again.wait(lambda present: None)["node_rank"] == 1
+    assert again.wait(lambda present: None).node_rank == 1
 
 
 def test_the_first_failure_questions_and_the_end_reach_all_machines():
     machines = Machines(2)
     machines.gather(0, 1)
-    machines.groups[1].post(ALL, {"question": 7})
-    assert machines.await_news(0, "question")["is_ours"] is False
-    assert machines.await_news(1, "question")["is_ours"] is True
-    machines.groups[0].post("00001", {"answer": {"number": 7}})
-    machines.groups[0].post("00002", {"answer": {"number": 7}})
-    assert machines.await_news(1, "answer")["answer"] == {"number": 7}
+    asker = machines.groups[1]._own
+    machines.groups[1]._mail(ALL, AskCalls(7))
+    assert machines.await_news(0, CallsWanted) == CallsWanted(7, asker, is_own=False)
+    assert machines.await_news(1, CallsWanted) == CallsWanted(7, asker, is_own=True)
+    calls = Calls(7, 0, [{"groups": {"kind": [0, 1]}}])
+    machines.groups[0]._mail("00001", calls)
+    machines.groups[0]._mail("00002", calls)
+    assert machines.await_news(1, Calls) == calls
     for number in (0, 1):
-        machines.groups[number].post(LEADER, {"node_finished": True})
+        machines.groups[number]._mail(LEADER, NodeFinished())
     for number in (0, 1):
-        assert machines.await_news(number, "all_ended")["attempt"] == 0
-    machines.groups[1].post(ALL, {"remote_failure": {"cause": "first"}})
-    assert machines.await_news(0, "remote_failure")["remote_failure"] == {"cause": "first"}
-    machines.groups[0].post(ALL, {"remote_failure": {"cause": "second"}})
-    machines.groups[0].post(ALL, {"question": 8})
-    assert not [each for each in machines.news_until(1, "question") if "remote_failure" in each], "its own was first"
+        machines.await_news(number, AllEnded)
+    first = RemoteFailure({"cause": "first"})
+    machines.groups[1]._mail(ALL, first)
+    assert machines.await_news(0, RemoteFailure) == first
+    machines.groups[0]._mail(ALL, RemoteFailure({"cause": "second"}))
+    machines.groups[0]._mail(ALL, AskCalls(8))
+    news = machines.news_until(1, CallsWanted)
+    assert not [each for each in news if isinstance(each, RemoteFailure)], "its own was first"
 
 
 def test_a_silent_machine_of_a_fixed_number_is_named_and_the_others_go_on():
     machines = Machines(2)
     machines.gather(0, 1)
     machines.kill(1)
-    (named,) = machines.await_news(0, "silent_nodes")["silent_nodes"]
+    (named,) = machines.await_news(0, SilentNodes).nodes
     assert named.startswith("1 (")
     assert named.endswith(", ranks 2, 3)")
 
@@ -174,40 +199,47 @@ def test_a_fixed_number_of_machines_ends_with_the_one_that_hosts_the_store():
     machines.gather(0, 1)
     machines.kill(0)
     with pytest.raises(PhalanxError, match="lost the node that hosts the rendezvous"):
-        machines.await_news(1, "anything")
+        machines.await_news(1, Wire)
 
 
-def accept(machines: Machines, leader: int, news: dict[str, Any]) -> None:
+def with_new(news: NodeArrived) -> WatchNodes:
+    """Return what a launcher asks for when it knows of a new machine."""
+    return WatchNodes({news.name: {"host": news.host, "ranks": news.slots, "standby": news.standby}}, 1)
+
+
+def accept(machines: Machines, leader: int, news: NodeArrived) -> None:
     """Take a machine in, as the launcher of the leader does."""
     group = machines.groups[leader]
-    group.change({news["arrival"]: news["entry"]}, 1)
+    group.change(with_new(news))
     nodes = [[name, entry["host"], entry["ranks"], entry["standby"]] for name, entry in group._nodes.items()]
-    group.post([news["arrival"]], {"accept": {"late": True, "nodes": nodes}, "places": {news["arrival"]: {}}})
+    place = {"node_rank": 2, "num_nodes": 3, "first_rank": 4, "world_size": 6, "late": True}
+    group.take_in(TakeIn({"master_addr": "", "master_port": 1, "nodes": nodes}, {news.name: place}))
 
 
 def test_a_machine_that_comes_late_is_known_to_all_and_may_take_over():
     """The leader is lost, and of those that are left the one that came late has to know all others, and they it."""
     machines = elastic(2)
     places = machines.gather(0, 1)
-    assert [[machine[2] for machine in each["nodes"]] for each in places] == [[2, 2], [2, 2]]
+    assert [[machine[2] for machine in each.nodes] for each in places] == [[2, 2], [2, 2]]
     with ThreadPoolExecutor() as pool:
         late = pool.submit(machines.gather, 2, attempt=0)
-        news = machines.await_news(0, "arrival")
+        news = machines.await_news(0, NodeArrived)
         accept(machines, 0, news)
         ((place,),) = [late.result()]
     first = machines.groups[0]._own
-    assert (place["late"], place["run_id"], place["leader"]) == (True, "run0", first)
-    machines.groups[1].change({news["arrival"]: news["entry"]}, 1)  # as its launcher has heard from the leader
+    assert (place.late, place.run_id, place.leader) == (True, "run0", first)
+    machines.groups[1].change(with_new(news))  # as its launcher has heard from the leader
     machines.kill(0)
-    news = machines.await_news(1, "leader")
+    lost = machines.await_news(1, LeaderLost)
     second = machines.groups[1]._own
-    assert (news["leader"], news["term"]) == (second, 1)
-    assert machines.await_news(2, "leader")["leader"] == second
+    assert (lost.leader, lost.term) == (second, 1)
+    assert machines.await_news(2, LeaderLost).leader == second
     machines.groups[1].lead(1)
-    machines.groups[2].post(LEADER, {"kind": "Hello"})
-    assert machines.await_news(1, "mail")["mail"]["kind"] == "Hello"
+    hello = encode(Hello((), 1, 1))
+    machines.groups[2].post(LEADER, hello)
+    assert machines.await_news(1, Mailed) == Mailed(machines.groups[2]._own, hello)
     places = machines.gather(1, 2, attempt=1)
-    assert {each["run_id"] for each in places} == {"run0"}, "as before"
+    assert {each.run_id for each in places} == {"run0"}, "as before"
 
 
 def test_a_leader_that_still_closes_its_connections_is_asked_again():
@@ -219,9 +251,7 @@ def test_a_leader_that_still_closes_its_connections_is_asked_again():
     until(lambda: machines.groups[1]._mailbox.failed)
     assert machines.groups[1].news() == []
     del standby
-    news = machines.await_news(1, "leader")
-    assert next(iter(news)) == "leader"
-    assert "address" in news
+    assert machines.await_news(1, LeaderLost).address is not None
 
 
 def test_a_lost_machine_no_longer_counts_for_the_quorum():
@@ -229,27 +259,25 @@ def test_a_lost_machine_no_longer_counts_for_the_quorum():
     machines = elastic(3)
     machines.gather(0, 1, 2)
     machines.kill(2)
-    (lost,) = machines.await_news(0, "lost_nodes")["lost_nodes"]
-    machines.groups[1].change({lost: None}, 1)  # as its launcher has heard from the leader
+    (lost,) = machines.await_news(0, NodesLost).names
+    machines.groups[1].change(WatchNodes({lost: None}, 1))  # as its launcher has heard from the leader
     machines.kill(0)
-    news = machines.await_news(1, "leader")
-    assert next(iter(news)) == "leader"
-    assert "address" in news
+    assert machines.await_news(1, LeaderLost).address is not None
 
 
 def test_a_leader_that_is_started_again_comes_late_instead_of_beginning_a_second_run():
     machines = elastic(2, seconds=30.0)
     machines.gather(0, 1)
     machines.kill(0)
-    second = machines.await_news(1, "leader")["leader"]
+    second = machines.await_news(1, LeaderLost).leader
     machines.groups[1].lead(1)
     with ThreadPoolExecutor() as pool:
         again = pool.submit(machines.gather, 0)
-        news = machines.await_news(1, "arrival")
-        assert news["arrival"] not in ("00001", "00002"), "a name that no machine had"
+        news = machines.await_news(1, NodeArrived)
+        assert news.name not in ("00001", "00002"), "a name that no machine had"
         accept(machines, 1, news)
         ((place,),) = [again.result()]
-    assert (place["late"], place["leader"], place["run_id"]) == (True, second, "run0")
+    assert (place.late, place.leader, place.run_id) == (True, second, "run0")
 
 
 def test_a_launcher_and_its_agent_do_not_wait_for_each_other(tmp_path):
@@ -263,12 +291,12 @@ def test_a_launcher_and_its_agent_do_not_wait_for_each_other(tmp_path):
 
         def __init__(self) -> None:
             self.wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._news = [{"mail": {"number": number}} for number in range(count)]
+            self._news = [News(0, Mailed("00002", encode(ResizeAsked(number)))) for number in range(count)]
 
         def post(self, to: str, message: dict[str, Any]) -> None:
-            received.append(message["number"])
+            received.append(message["ranks"])
 
-        def news(self) -> list[dict[str, Any]]:
+        def news(self) -> list[News]:
             news, self._news = self._news, []
             return news
 
@@ -280,8 +308,8 @@ def test_a_launcher_and_its_agent_do_not_wait_for_each_other(tmp_path):
     rendezvous = Rendezvous(spec, SimpleNamespace())
     rendezvous.agent, rendezvous._outbox = near, messages.Outbox(near)
     for number in range(count):
-        rendezvous.post(ALL, {"number": number})
-    answers = [rendezvous.receive()["mail"]["number"] for _ in range(count)]
+        rendezvous.post(ALL, ResizeAsked(number))
+    answers = [rendezvous.receive().message.message.ranks for _ in range(count)]
     until(lambda: rendezvous.flush() or not rendezvous.has_unsent)
     near.close()
     agent.join(LIMIT_SECONDS)
@@ -316,13 +344,13 @@ def test_machines_that_do_not_answer_are_asked_at_the_same_time():
 def test_machines_may_be_fewer_where_enough_ranks_have_come():
     entry = {"node_rank": None, "host": "a", "ranks": 2}
 
-    def lead(least: int) -> dict[str, Any]:
+    def lead(least: int) -> NodePlace:
         store = HashStore()
         request = {"num_nodes": 3, "seconds": 0.2, "min_ranks": least}
         leader, _ = (Gathering(store, request, entry, "here") for _ in range(2))
         return leader.lead(3, lambda present: None, {})
 
-    assert (lead(4)["num_nodes"], lead(4)["world_size"]) == (2, 4)
+    assert (lead(4).num_nodes, lead(4).world_size) == (2, 4)
     with pytest.raises(PhalanxError, match=r"too few ranks joined .* \(2 ranks\) came, and 5 ranks are needed"):
         lead(5)
 

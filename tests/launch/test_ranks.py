@@ -96,3 +96,20 @@ def _fork_and_report():
 
 def test_the_event_descriptor_is_not_inherited_by_programs(ranks):
     assert "Bad file descriptor" in ranks(_fork_and_report, world_size=1)[0]
+
+
+FINALIZERS = """
+import weakref, torch
+
+class Own:
+    pass
+
+own = Own()
+weakref.finalize(own, print, "own")
+torch.library._clear_torch_ops_cache = lambda operators: print("operators")  # a part of each finalizer of torch
+"""
+
+
+def test_a_rank_runs_its_finalizers_at_its_end_and_not_those_of_torchs_operators(launch_script):
+    run = launch_script(FINALIZERS, ranks_per_node=1)
+    assert run.console.lines == [(0, "own")], run.report

@@ -18,6 +18,7 @@ from phalanx.host.job_secret import VARIABLE
 from phalanx.host.lost_peers import lost_peers
 from phalanx.host.signed_store import sign_store
 from phalanx.host.wire import decode, encode
+from phalanx.launch.agent_messages import Lead, LeaderLost, Mailed, NodesLost
 from phalanx.launch.context import LauncherContext
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
@@ -31,11 +32,7 @@ from phalanx.recovery.launcher.protocol import (
     AllOver,
     Deliver,
     GiveUp,
-    Lead,
-    LeaderLost,
-    Mailed,
     NodesChanged,
-    NodesLost,
     Rank,
     RankCrashed,
     RankFinished,
@@ -98,7 +95,7 @@ def test_a_message_to_several_machines_is_written_once(mailbox):
     mailbox._exchange_as_leader()
     written = [json.loads(mailbox._store.get(f"mail/{node}/1")) for node in ("00003", "00004")]
     assert written == [["all/1"], ["all/1"]]
-    assert json.loads(mailbox._store.get("all/1")) == {"number": 1, "sender": "00002"}
+    assert json.loads(mailbox._store.get("all/1")) == {"sender": "00002", "message": {"number": 1}}
     assert not mailbox._store.check(["mail/00001/1"])
     assert mailbox.receive() == []
     mailbox._written_at[0] = (time.monotonic() - 4000.0, "all/1")  # no node reads it any more
@@ -327,7 +324,7 @@ def control(tmp_path):
     machines = [["00001", "a", 1, None], ["00002", "b", 1, None], ["00003", "c", 1, None]]
     node = NodeInfo(1, 3, 1, 3, "127.0.0.1", 1, own="00002", leader="00001", nodes=machines)
     sent: list[tuple[str, Any]] = []
-    rendezvous = SimpleNamespace(has_other_nodes=True, post=lambda to, mail: sent.append((to, decode(mail))))
+    rendezvous = SimpleNamespace(has_other_nodes=True, post=lambda to, message: sent.append((to, message)))
     console = SimpleNamespace(handle=lambda event: None, notice=lambda text: None)
     parts = (rendezvous, selectors.DefaultSelector(), lambda seconds, action: None, lambda report, **how: None)
     context = LauncherContext(spec, node, group, console, *parts, lambda: False)
@@ -348,7 +345,7 @@ def test_a_machine_that_does_not_decide_passes_requests_on(control, monkeypatch)
     assert control.sent == [("00001", ResizeAsked(2))]
     assert not (control.logs / "ranks.request").exists()
     refused = "no node has room for 2 ranks."
-    control.control.handlers["mail"]({"sender": "00001", **encode(ResizeAnswer(refused))})
+    control.control.handlers[Mailed](Mailed("00001", ResizeAnswer(refused)))
     assert json.loads((control.logs / "ranks.answer").read_text()) == {"refused": refused}
 
 

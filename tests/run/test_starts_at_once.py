@@ -3,84 +3,65 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
-from command import ROOT, clean_environment
+from command import clean_environment
 
 from phalanx.run.record import RunRecord
 
-ROUNDS, WHOLE = 20, 3
-"""How often two commands start at once, and in how many of these their ranks start, too, which takes seconds."""
+ROUNDS = 12
+"""How often two commands start at once."""
 
-DRIVER = """
-import multiprocessing, os, sys, time
+COMMAND = """
+import os, sys
 
 from phalanx.cli import main, train  # both begin with it imported, so that they are as close as two can be
-from phalanx.run.conductor import RecordedRun
 
-
-def runs_nothing(run, *args, **options):
-    wait_for_the_other(run.folder.name)
-    with open("runs-of-the-script", "a") as file:
-        file.write(run.folder.name + chr(10))
-
-
-def wait_for_the_other(run):
-    deadline = time.monotonic() + 60
-    while not os.path.exists(f"refused-{run}") and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def start(barrier, number, words, whole):
-    sys.stdout = sys.stderr = open(f"output-{number}", "w")
-    if not whole:
-        RecordedRun.on_ranks = runs_nothing
-    barrier.wait()
-    code = main(words) or 0
-    if code:
-        open("refused-run-" + number.partition("-")[0], "w").close()
-    os._exit(code)
-
-
-fork = multiprocessing.get_context("fork")
-for number in range(int(sys.argv[1])):
-    words = [word.format(round=number) for word in sys.argv[3:]]
-    barrier = fork.Barrier(2)
-    whole = number < int(sys.argv[2])
-    both = [fork.Process(target=start, args=(barrier, f"{number}-{which}", words, whole)) for which in "ab"]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join()
-    print(*(process.exitcode for process in both), flush=True)
+print("ready", flush=True)
+sys.stdin.read()  # which ends for both at once
+code = main(sys.argv[2:])
+if code:
+    open("refused-" + sys.argv[1], "w").close()
+sys.exit(code)
 """
 
 SCRIPT = """
 import os, time
 with open("runs-of-the-script", "a") as file:
     file.write(os.environ["PHALANX_RUN_DIR"] + chr(10))
-deadline = time.monotonic() + 60
-while not os.path.exists("refused-" + os.path.basename(os.environ["PHALANX_RUN_DIR"])) and time.monotonic() < deadline:
+limit = time.monotonic() + 240  # if neither is refused, the test is to say so
+while not os.path.exists("refused-" + os.path.basename(os.environ["PHALANX_RUN_DIR"])) and time.monotonic() < limit:
     time.sleep(0.01)
 """
 
 
-def start_twice(folder: Path, *words: str) -> list[list[int]]:
-    """Start a command twice at once, several times; return the exit codes."""
-    (folder / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(ROUNDS), str(WHOLE), *words],
-        cwd=folder,
-        env={**clean_environment(), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return [sorted(map(int, line.split())) for line in done.stdout.splitlines()]
+def start_twice(folder: Path, run: str, *words: str) -> list[tuple[int, str]]:
+    """Start a command twice at once; return the exit codes and what was said, the winner first."""
+    held, gate = os.pipe()
+    both = [
+        programs.Popen(
+            [sys.executable, "-c", COMMAND, run, *words],
+            cwd=folder,
+            env=clean_environment(),
+            stdin=held,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    os.close(held)
+    for each in both:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "ready\n"
+    os.close(gate)
+    said = [each.communicate()[0] for each in both]
+    return sorted((each.returncode, text) for each, text in zip(both, said, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -89,21 +70,19 @@ def start_twice(folder: Path, *words: str) -> list[list[int]]:
     ids=["a new folder", "a run that is replaced", "a run that is resumed"],
 )
 def test_one_of_two_starts_in_a_folder_wins(tmp_path, more):
-    words = ["train", "--script", "script.py", "--run-dir", "run-{round}", "--device", "cpu", "--num-workers", "1"]
-    if more is not None:
-        words += more
-        for number in range(ROUNDS):
-            (tmp_path / f"run-{number}").mkdir()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = ["train", "--script", "script.py", "--device", "cpu", "--num-workers", "1", *(more or [])]
+    runs = [f"run-{number}" for number in range(ROUNDS)]
+    for run in runs:
+        if more is not None:
+            (tmp_path / run).mkdir()
             old = RunRecord(["phalanx", "train"], str(tmp_path), {}, script="script.py", outcome="finished")
-            old.write(tmp_path / f"run-{number}")
-    assert start_twice(tmp_path, *words) == [[0, 2]] * ROUNDS
-    scripts = (tmp_path / "runs-of-the-script").read_text().split()
-    assert sorted(scripts) == sorted(f"run-{number}" for number in range(ROUNDS))
-    for number in range(ROUNDS):
-        outputs = [(tmp_path / f"output-{number}-{which}").read_text() for which in "ab"]
-        refused = next(text for text in outputs if "run_dir = " in text)
+            old.write(tmp_path / run)
+        (won, said), (lost, refused) = start_twice(tmp_path, run, *words, "--run-dir", run)
+        assert (won, lost) == (0, 2), said + refused
+        assert "run_dir = " in refused
         assert refused.count("phalanx: ") == 1
         assert "Traceback" not in refused
-        record = json.loads((tmp_path / f"run-{number}" / "run.json").read_text())
-        assert record["outcome"] == "finished"
-        assert not (tmp_path / f"run-{number}" / ".started-by").exists()
+        assert json.loads((tmp_path / run / "run.json").read_text())["outcome"] == "finished"
+        assert not (tmp_path / run / ".started-by").exists()
+    assert (tmp_path / "runs-of-the-script").read_text().split() == runs

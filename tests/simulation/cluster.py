@@ -164,7 +164,7 @@ class Cluster:
 
     def is_near(self, room: Any, name: str) -> bool:
         """Whether a machine reads the list of all from the leader, and not from another machine."""
-        return "list_at" not in room.places[name]
+        return room.places[name].list_at is None
 
     def timed(self, launcher: Launcher, event: Any, call: Callable[[], list[protocol.Action]]) -> list[protocol.Action]:
         """Call something; `scale` measures how long it takes."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_USAGE, PhalanxError, UsageError
 from phalanx.host.wire import Wire
+from phalanx.launch import agent_messages as mail
 from phalanx.launch import membership
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
@@ -57,7 +58,7 @@ class Room:
         self.entries: dict[str, Any] = {}
         self.waiting: dict[str, Launcher] = {}
         self.decided: dict[str, Any] | None = None
-        self.places: dict[str, dict[str, Any]] = {}
+        self.places: dict[str, mail.NodePlace | mail.Refused] = {}
 
     def arrive(self, launcher: Launcher, entry: Any) -> str:
         """Take the entry of a machine; return its name."""
@@ -101,7 +102,7 @@ class Launcher:
         self._mailbox = 0
         self._gathers = False
         """Counts the stores that mail was exchanged in: what arrives in an earlier one is not read."""
-        self._out: list[tuple[str, dict[str, Any]]] = []
+        self._out: list[tuple[str | tuple[str, ...], str, Wire]] = []
         self._asked: dict[str, float] = {}
         self._signpost = False
         self._stopping = False
@@ -284,7 +285,7 @@ class Launcher:
                 self.cluster.count(self, launcher, "place", 200)
                 if name in taking_part and self.cluster.is_near(room, name):
                     self.cluster.count(self, launcher, "list", 100 * len(taking_part))
-        self._start(room.places[self.own], taking_part)
+        self._start(vars(room.places[self.own]), taking_part)
         self.cluster.invariants.on_begin(self)
 
     def _wait_for_place(self, room: Room, deadline: float) -> None:
@@ -297,13 +298,11 @@ class Launcher:
             return
         if self.cluster.network.connected(self.machine, store.owner.machine):
             place = room.places.get(self.own)
-            if place is not None and "error" in place:
-                self._stop(
-                    FailureReport(cause=place["error"], exit_code=EXIT_USAGE if place["usage"] else 1), final=True
-                )
+            if isinstance(place, mail.Refused):
+                self._stop(FailureReport(cause=place.cause, exit_code=EXIT_USAGE if place.usage else 1), final=True)
                 return
             if place is not None and room.decided is not None:
-                self._start(dict(place), room.decided["nodes"])
+                self._start(vars(place), room.decided["nodes"])
                 return
             if room.decided is not None:
                 self._join_late(room.decided)
@@ -325,8 +324,8 @@ class Launcher:
     def _join_late(self, run: dict[str, Any]) -> None:
         self.leader, self.run_id = run["leader"], run["run_id"]
         self.note("comes late")
-        entry = {"host": f"machine{self.machine}", "ranks": self.plan.ranks_per_node, "standby": ["", self.number]}
-        self._mail(self.leader, {"arrival": self.own, "node": entry})
+        here = (f"machine{self.machine}", self.plan.ranks_per_node, ("", self.number))
+        self._mail(self.leader, mail.NodeArrived(self.own, *here))
         self._wait_to_be_taken_in(self.now + self.plan.request["seconds"], self._mailbox)
 
     def _wait_to_be_taken_in(self, deadline: float, mailbox: int) -> None:
@@ -341,21 +340,21 @@ class Launcher:
         else:
             self.clock.later(0.25, self.guard(lambda: self._wait_to_be_taken_in(deadline, mailbox)))
 
-    def _start(self, place: dict[str, Any], nodes: Mapping[str, Any]) -> None:
-        """Begin the attempt with this place."""
+    def _start(
+        self, place: Mapping[str, Any], nodes: Mapping[str, Any], gone: Iterable[str] = (), new: Iterable[str] = ()
+    ) -> None:
+        """Begin the attempt with this place: fields of its `NodeInfo`."""
         self.clock.later(self.cluster.brief(), self.guard(self._read_waiting))
         self.nodes = nodes
         self.leader, self.run_id = place["leader"], place["run_id"]
         term = max(place.get("term", 0), self.term)
         self.members = Membership(self.own, self.plan.silence, self.now)
-        self.members.begin(
-            self.leader, nodes, self.now, term=term, gone=place.pop("gone", ()), new=place.pop("new", ())
-        )
+        self.members.begin(self.leader, nodes, self.now, term=term, gone=gone, new=new)
         late = place.get("late", False)
-        place.pop("list_at", None)
+        fields = {name: value for name, value in place.items() if name != "list_at"}
         machines = self.cluster.machines_of(nodes)
         info = NodeInfo(
-            **{"node_rank": 0, **place, "own": self.own, "nodes": machines, "master_addr": "", "master_port": 0},
+            **{"node_rank": 0, **fields, "own": self.own, "nodes": machines, "master_addr": "", "master_port": 0},
         )
         self.failures = max(self.failures, 0)
         view = self.cluster.first_view(info, self.failures)
@@ -371,8 +370,8 @@ class Launcher:
         self.note(
             f"starts round {self.round} with {len(nodes)} nodes, leader {self.leader}" + (", late" if late else "")
         )
-        for mail in self.cluster.unread.pop(self.number, []):
-            self.clock.later(0.0, self.guard(lambda mail=mail: self.on_mail(mail)))
+        for sender, message in self.cluster.unread.pop(self.number, []):
+            self.clock.later(0.0, self.guard(lambda sender=sender, message=message: self.on_mail(sender, message)))
         if late:
             for slot in range(self.plan.ranks_per_node):
                 self._start_rank(slot, late=True)
@@ -393,9 +392,9 @@ class Launcher:
 
     # --- mail ---------------------------------------------------------------------------------------------------------
 
-    def _mail(self, to: str | tuple[str, ...], mail: dict[str, Any]) -> None:
+    def _mail(self, to: str | tuple[str, ...], message: Wire) -> None:
         """Send mail through the leader, as the mailbox does; what is sent within a moment travels together."""
-        self._out.append((to, {**mail, "sender": self.own}))
+        self._out.append((to, self.own, message))
         if not self._batching:
             self._batching = True
             self.clock.later(_BATCH_SECONDS, self.guard(self._deliver))
@@ -405,7 +404,7 @@ class Launcher:
         batch, self._out = self._out, []
         if self.leads and self.members is not None:
             for to, mails in itertools.groupby(batch, key=lambda each: each[0]):
-                self._distribute(to, [mail for _, mail in mails])
+                self._distribute(to, [each[1:] for each in mails])
         elif batch:
             leader = self._leader_process()
             if leader is not None:
@@ -420,17 +419,17 @@ class Launcher:
         if not self.leads or self.store is not room[0] or self.round != room[1] or self._gathers:
             self._unread_batches.append((room, batch))  # it is in the store, and may be read later
             return
-        for to, mail in batch:
+        for to, sender, message in batch:
             if to in (self.own, "leader"):
-                self.on_mail(mail)
+                self.on_mail(sender, message)
             else:
-                self._distribute(to, [mail])
+                self._distribute(to, [(sender, message)])
 
-    def _distribute(self, to: str | tuple[str, ...], mails: list[Any]) -> None:
+    def _distribute(self, to: str | tuple[str, ...], mails: list[tuple[str, Wire]]) -> None:
         room = (self.store, self.round)
         if to in (self.own, "leader", "all"):
-            for mail in mails:
-                self.clock.later(0.0, self.guard(lambda mail=mail: self.on_mail(mail)))
+            for sender, message in mails:
+                self.clock.later(0.0, self.guard(lambda sender=sender, message=message: self.on_mail(sender, message)))
         if to == "all":
             names = [name for name in self.nodes if name != self.own]
         elif isinstance(to, str):
@@ -443,11 +442,11 @@ class Launcher:
             if other is not None:
                 self._send(other, lambda other=other, mails=mails: other.on_pushed(room, mails), "mail", size)
 
-    def on_pushed(self, room: Any, mails: list[Any]) -> None:
+    def on_pushed(self, room: Any, mails: list[tuple[str, Wire]]) -> None:
         """Read what the leader has written for this machine, now or when this machine reads there."""
         if self.store is room[0] and self.round == room[1] and not self._gathers:
-            for mail in mails:
-                self.on_mail(mail)
+            for sender, message in mails:
+                self.on_mail(sender, message)
         else:
             self._waiting.append((room, mails))
 
@@ -459,36 +458,40 @@ class Launcher:
         for room, batch in batches:
             self.on_batch(room, batch)
 
-    def on_mail(self, mail: dict[str, Any]) -> None:
+    def on_mail(self, sender: str, message: Wire) -> None:
         """Read one message."""
         if not self.alive:
             return
-        sender = mail["sender"]
-        if "wire" in mail:
-            if self.node is not None:
-                self.cluster.invariants.on_mail(self, sender, mail["wire"])
-                self.handle(protocol.Mailed(sender, mail["wire"]))
-            else:
-                self.cluster.unread.setdefault(self.number, []).append(mail)
-        elif "accept" in mail and self.node is None:
-            place = {**mail["accept"], **mail["places"][self.own]}
-            nodes = place.pop("nodes")
-            self._start({**place, "leader": self.leader, "run_id": self.run_id}, nodes)
-        elif "arrival" in mail and self.node is not None and not self._stopping:
-            entry = mail["node"]
-            self.handle(protocol.NodeArrived(mail["arrival"], entry["host"], entry["ranks"], tuple(entry["standby"])))
-        elif "accused" in mail and self.members is not None:
-            self.members.on_accusation(mail["accused"], self.now)
-            self._look_soon()
-        elif "knows" in mail and self.members is not None:
-            self.members.on_known(sender, mail["knows"])
-        elif "agreed" in mail and self.members is not None and sender == self.leader:
-            self.members.agree(mail["agreed"])
-        elif "leads" in mail and self.members is not None and sender == self.leader:
-            self.members.confirm(mail["leads"])
-        elif "remote_failure" in mail and sender != self.own and not self._knows_failure:
-            self._knows_failure = True
-            self._stop(FailureReport.from_message(mail["remote_failure"]), publish=False)
+        members = self.members
+        match message:
+            case mail.TakenIn(common, places, gone, new):
+                if self.node is None:
+                    place = {**common, **places[self.own]}
+                    nodes = place.pop("nodes")
+                    self._start({**place, "leader": self.leader, "run_id": self.run_id}, nodes, gone, new)
+            case mail.NodeArrived():
+                if self.node is not None and not self._stopping:
+                    self.handle(message)
+            case mail.RemoteFailure(failure):
+                if sender != self.own and not self._knows_failure:
+                    self._knows_failure = True
+                    self._stop(FailureReport.from_message(failure), publish=False)
+            case mail.Accused(signs) if members is not None:
+                members.on_accusation(signs, self.now)
+                self._look_soon()
+            case mail.Known(version) if members is not None:
+                members.on_known(sender, version)
+            case mail.Agreed(version) if members is not None and sender == self.leader:
+                members.agree(version)
+            case mail.Leads(term) if members is not None and sender == self.leader:
+                members.confirm(term)
+            case mail.Accused() | mail.Known() | mail.Agreed() | mail.Leads():
+                pass
+            case _ if self.node is None:
+                self.cluster.unread.setdefault(self.number, []).append((sender, message))
+            case _:
+                self.cluster.invariants.on_mail(self, sender, message)
+                self.handle(mail.Mailed(sender, message))
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
@@ -557,15 +560,15 @@ class Launcher:
         elif isinstance(action, membership.Ask):
             self._ask(action.nodes)
         elif isinstance(action, membership.Accuse):
-            self._mail("leader", {"accused": dict(action.signs)})
+            self._mail("leader", mail.Accused(action.signs))
         elif isinstance(action, membership.Agreement):
-            self._mail("all", {"agreed": action.version})
-            self.handle(protocol.Agreed(action.version))
+            self._mail("all", mail.Agreed(action.version))
+            self.handle(mail.Agreed(action.version))
         elif isinstance(action, membership.Lost):
             self.nodes = members.nodes
             self.note(f"has lost {', '.join(action.nodes[:8])}")
             self.cluster.decisions.append(("lost", action.nodes))
-            self.handle(protocol.NodesLost(action.nodes, action.ended))
+            self.handle(mail.NodesLost(action.nodes, action.ended))
         elif isinstance(action, membership.Move):
             self._move(action)
 
@@ -611,7 +614,7 @@ class Launcher:
             self._signpost = True
             self._leave_signpost()
         address = ("", self.number) if self.leads else None
-        self.handle(protocol.LeaderLost(move.leader, address, move.term, move.ended, move.gone, move.new))
+        self.handle(mail.LeaderLost(move.leader, address, move.term, move.ended, move.gone, move.new))
         self.clock.later(self.cluster.brief(), self.guard(self._read_waiting))
 
     def _become_leader(self, term: int) -> None:
@@ -621,7 +624,7 @@ class Launcher:
         self.note(f"leads in term {term}")
         self.cluster.decisions.append(("leads", self.own))
         members.confirm(term)
-        self._mail("all", {"leads": term})
+        self._mail("all", mail.Leads(term))
         room = self.store.room(self.round)
         room.decided = {"run_id": self.run_id, "leader": self.own, "nodes": self.nodes}
 
@@ -669,7 +672,7 @@ class Launcher:
             if rank is not None:
                 self.clock.later(self.cluster.brief(), self.guard(lambda: rank.on_order(action.order)))
         elif isinstance(action, protocol.Send):
-            self._mail(action.to, {"wire": action.message})
+            self._mail(action.to, action.message)
         elif isinstance(action, protocol.Start):
             for _ in range(action.count):
                 self._start_rank(None, late=False)
@@ -684,15 +687,15 @@ class Launcher:
         elif isinstance(action, protocol.Accept):
             assert self.node is not None
             assert self.members is not None
-            common = {"gone": list(self.members.gone), "new": list(self.members.new), "term": self.node.view.term}
-            common["nodes"] = self.cluster.entries_of(self.node.view)
-            self._mail(tuple(action.places), {"accept": common, "places": action.places})
+            common = {"term": self.node.view.term, "nodes": self.cluster.entries_of(self.node.view)}
+            counts = (tuple(self.members.gone), tuple(self.members.new))
+            self._mail(tuple(action.places), mail.TakenIn(common, action.places, *counts))
         elif isinstance(action, protocol.NodesChanged):
             if self.members is not None:
                 if self.members.change(self.cluster.entries_from(action.nodes), self.now, action.version):
-                    self._mail("leader", {"knows": action.version})
+                    self._mail("leader", mail.Known(action.version))
                 self.nodes = self.members.nodes
-        elif isinstance(action, protocol.Lead):
+        elif isinstance(action, mail.Lead):
             self._become_leader(action.term)
         elif isinstance(action, protocol.Tell):
             event = action.event
@@ -761,7 +764,7 @@ class Launcher:
         self._stopping = True
         self.note(f"ends the attempt: {failure.cause[:120]}")
         if publish and not final:
-            self._mail("all", {"remote_failure": failure.to_message()})
+            self._mail("all", mail.RemoteFailure(failure.to_message()))
         outcome = Outcome(
             failure.exit_code, failure, final=final, failures=max(self.failures, self.node.failures if self.node else 0)
         )

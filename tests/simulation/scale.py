@@ -135,7 +135,7 @@ class ManyNodes(Cluster):
         return sum(map(self._size_of, mails))
 
     def _size_of(self, mail: Any) -> int:
-        wire = (mail[1] if isinstance(mail, tuple) else mail).get("wire")
+        wire = mail[-1]
         kind: tuple[Any, ...]
         if isinstance(wire, FromRank):
             kind = (type(wire.message),)

@@ -12,6 +12,7 @@ from phalanx.diagnosis import Diagnosis
 from phalanx.host import messages
 from phalanx.host.processes import is_stopped
 from phalanx.host.wire import Wire, decode, encode
+from phalanx.launch.agent_messages import Agreed, Lead, LeaderLost, Mailed, NodeArrived, NodesLost, TakeIn, WatchNodes
 from phalanx.launch.context import Handlers, LauncherContext
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
@@ -22,7 +23,6 @@ from phalanx.recovery.launcher.policy import patience
 from phalanx.recovery.launcher.protocol import (
     Accept,
     Action,
-    Agreed,
     AllHereEnded,
     AllOver,
     AnswerRequest,
@@ -31,12 +31,7 @@ from phalanx.recovery.launcher.protocol import (
     Event,
     GiveUp,
     Later,
-    Lead,
-    LeaderLost,
-    Mailed,
-    NodeArrived,
     NodesChanged,
-    NodesLost,
     Rank,
     RankCrashed,
     RankFinished,
@@ -92,7 +87,7 @@ class ElasticControl:
             Send: self._send,
             Accept: self._accept,
             NodesChanged: self._change_nodes,
-            Lead: lambda action: context.rendezvous.lead(action.term),
+            Lead: lambda action: context.rendezvous.send(action),
             Tell: lambda action: context.console.handle(action.event),
             Later: lambda action: context.later(action.seconds, lambda: self._handle(action.event)),
             GiveUp: self._give_up,
@@ -112,11 +107,11 @@ class ElasticControl:
     def handlers(self) -> Handlers:
         """By kind, what to do about a message of the store agent."""
         return {
-            "mail": self._on_mail,
-            "arrival": self._on_arrival,
-            "lost_nodes": lambda names, ended: self._handle(NodesLost(tuple(names), tuple(ended))),
-            "agreed": lambda version: self._handle(Agreed(version)),
-            "leader": self._on_lost_leader,
+            Mailed: self._handle,
+            NodeArrived: self._on_arrival,
+            NodesLost: self._handle,
+            Agreed: self._handle,
+            LeaderLost: self._on_lost_leader,
         }
 
     @property
@@ -197,29 +192,13 @@ class ElasticControl:
             self._context.selector.unregister(control)
         self._context.selector.register(control, selectors.EVENT_READ, read)
 
-    def _on_mail(self, mail: dict[str, Any]) -> None:
-        sender = mail.pop("sender")
-        self._handle(Mailed(sender, decode(mail)))
+    def _on_arrival(self, event: NodeArrived) -> None:
+        if not self._context.is_stopping():  # else it will find the next attempt, if there is one
+            self._handle(event)
 
-    def _on_arrival(self, name: str, entry: dict[str, Any]) -> None:
-        if self._context.is_stopping():  # it will find the next attempt, if there is one
-            return
-        self._handle(NodeArrived(name, entry["host"], entry["ranks"], tuple(entry["standby"])))
-
-    def _on_lost_leader(
-        self,
-        leader: str,
-        lost: str,
-        term: int,
-        ended: Sequence[str],
-        gone: Sequence[str],
-        new: Sequence[str],
-        address: tuple[str, int] | None = None,
-    ) -> None:
-        """Follow another launcher after the node that decided was lost; with an `address` take over."""
-        self._context.console.notice(f"the node {lost}, which led the run, was lost")
-        at = (address[0], address[1]) if address is not None else None
-        self._handle(LeaderLost(leader, at, term, tuple(ended), tuple(gone), tuple(new)))
+    def _on_lost_leader(self, event: LeaderLost) -> None:
+        self._context.console.notice(f"the node {event.host}, which led the run, was lost")
+        self._handle(event)
 
     def _ask_for_ranks(self) -> None:
         """Let the node carry out a user's request, or pass it on if the leader does not see this folder."""
@@ -286,20 +265,20 @@ class ElasticControl:
             self._order(state.key, End())
 
     def _send(self, action: Send) -> None:
-        self._context.rendezvous.post(action.to, encode(action.message))
+        self._context.rendezvous.post(action.to, action.message)
 
     def _accept(self, action: Accept) -> None:
         here, view = self._context.node, self.node.view
         common = {"master_addr": here.master_addr, "master_port": here.master_port, "term": view.term}
         common["nodes"] = [[name, node.host, node.slots, node.standby] for name, node in view.nodes.items()]
-        self._context.rendezvous.post(tuple(action.places), {"accept": common, "places": action.places})
+        self._context.rendezvous.send(TakeIn(common, action.places))
 
     def _change_nodes(self, action: NodesChanged) -> None:
         entries = {
             name: None if node is None else {"host": node.host, "ranks": node.slots, "standby": node.standby}
             for name, node in action.nodes.items()
         }
-        self._context.rendezvous.watch_nodes(entries, action.version)
+        self._context.rendezvous.send(WatchNodes(entries, action.version))
 
     def _give_up(self, action: GiveUp) -> None:
         self._context.fail(FailureReport(cause=action.cause, exit_code=1), final=action.alone)

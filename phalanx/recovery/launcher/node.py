@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from phalanx.host.wire import Wire
+from phalanx.launch.agent_messages import Agreed, Lead, LeaderLost, Mailed, NodeArrived, NodesLost
 from phalanx.launch.membership import ALL, election_seconds, may_continue
 from phalanx.launch.spec import Elastic
 from phalanx.recovery.launcher.group import ElasticGroup
 from phalanx.recovery.launcher.protocol import (
     Action,
-    Agreed,
     AllHereEnded,
     AllOver,
     AnswerRequest,
@@ -31,12 +31,7 @@ from phalanx.recovery.launcher.protocol import (
     Event,
     FillDue,
     GiveUp,
-    Lead,
-    LeaderLost,
-    Mailed,
-    NodeArrived,
     NodesChanged,
-    NodesLost,
     Rank,
     RankCrashed,
     RankFinished,

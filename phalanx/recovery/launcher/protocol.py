@@ -1,7 +1,7 @@
 """What happens to a launcher (events), and what it does about it (actions), as data.
 
 `node.Node` turns events into actions, and has no socket, thread, file or clock; `control.ElasticControl` finds out what
-happens and carries the actions out.
+happens and carries the actions out. What the store agent reports is an event as it comes (`launch.agent_messages`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.host.wire import Wire
+from phalanx.launch.agent_messages import Agreed, Lead, LeaderLost, Mailed, NodeArrived, NodesLost
 from phalanx.recovery.messages import NodeView
 
 
@@ -75,56 +76,6 @@ class RankFinished:
 @dataclass(frozen=True)
 class AllHereEnded:
     """All processes of this node have ended."""
-
-
-@dataclass(frozen=True)
-class Mailed:
-    """The launcher of another node has sent a message."""
-
-    sender: str
-    message: Any
-
-
-@dataclass(frozen=True)
-class NodeArrived:
-    """A node asks to take part; noticed by the leader's agent."""
-
-    name: str
-    host: str
-    slots: int
-    standby: tuple[str, int] | None = None
-
-
-@dataclass(frozen=True)
-class NodesLost:
-    """Nodes have ended or cannot be reached; noticed by the leader's agent."""
-
-    names: tuple[str, ...]
-    ended: tuple[str, ...] = ()
-    """Those whose launchers have certainly ended; any other one may only be out of reach."""
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """Enough nodes know a version of the view: none that has left it can go on without this one."""
-
-    version: int
-
-
-@dataclass(frozen=True)
-class LeaderLost:
-    """The node that led was lost, and another one leads: this one, if `address` (of a new store for ranks) is given."""
-
-    leader: str
-    address: tuple[str, int] | None = None
-    term: int = 0
-    """How many times the leader has changed, as this node has seen it."""
-    ended: tuple[str, ...] = ()
-    """The nodes whose launchers have certainly ended; any other one may only be out of reach."""
-    gone: tuple[str, ...] = ()
-    """Nodes that left before, which more than half of the others may not know: they count still."""
-    new: tuple[str, ...] = ()
-    """Nodes that came before, which more than half of the others may not know: they do not count yet."""
 
 
 @dataclass(frozen=True)
@@ -220,13 +171,6 @@ class NodesChanged:
     nodes: Mapping[str, NodeView | None]
     version: int = 0
     """That of the view that says so."""
-
-
-@dataclass(frozen=True)
-class Lead:
-    """Tell the other nodes that this one leads: enough of them have reported to it."""
-
-    term: int
 
 
 @dataclass(frozen=True)

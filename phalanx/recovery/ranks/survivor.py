@@ -330,12 +330,16 @@ class _ReportRecovery(Callback):
 Result = TypeVar("Result")
 
 
-def run_recovering(run_once: Callable[[Survivor], Result]) -> Result:
-    """Run, and after lost or added ranks run again with those present, until a run succeeds or fails by itself."""
+def run_recovering(run_once: Callable[[Survivor], Result], get_ready: Callable[[], None]) -> Result:
+    """Run, and after lost or added ranks run again with those present, until a run succeeds or fails by itself.
+
+    `get_ready` does what a rank that replaces a lost one can do while the others still leave their groups.
+    """
     member = Member.from_environment()
     survivor = ElasticSurvivor(member)
     with survivor.listening():
         if member.joins_late:
+            get_ready()
             survivor.move("new")
         while True:
             try:
