@@ -19,7 +19,7 @@ EXIT_INTERRUPTED = 130
 
 
 class PhalanxError(Exception):
-    """An error that the user can correct. `hint` says how, in words that can be pasted."""
+    """An error that the user can correct. `hint` says how, as text to paste."""
 
     exit_code = 1
 
