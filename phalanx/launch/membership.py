@@ -216,8 +216,8 @@ class Membership:
         """Nodes that have come, and in which version; till enough others know that they do not count."""
         self._known: dict[str, int] = {}
         """As the leader: the version that each node knows."""
-        self.ended: set[str] = set()
-        """Nodes whose launcher has certainly ended."""
+        self.ended: dict[str, float] = {}
+        """Nodes whose launcher has certainly ended, and when this node learned it."""
         self._beats = Heartbeats()
         self._heard: dict[str, float] = {}
         """When each neighbour has answered last."""
@@ -234,7 +234,9 @@ class Membership:
         """Nodes that did not refuse when another leader was looked for: they may go on without this one."""
         self._confirm_by = 0.0
         self._is_stale = False
-        """Whether this node has been silent long enough that the others may have gone on without it."""
+        """Whether this node has heard nothing long enough that the others may have gone on without it."""
+        self._alone_at = math.inf
+        """Since when others may have gone on, and ended, without this node: that long an election takes."""
         self._lost = ""
         self._asked: tuple[str, ...] = ()
         """The nodes that were asked to lead, whose answers are not all there."""
@@ -243,6 +245,9 @@ class Membership:
         self._watching: tuple[str, ...] = ()
         self._looked = -math.inf
         """When the leader has looked for silent nodes."""
+        self._checked = now
+        self._stood_still = False
+        """Whether this node was suspended for so long that the others have left it out, and may have finished."""
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
@@ -285,7 +290,7 @@ class Membership:
         self.leader, self.nodes, self.term = leader, nodes, max(term, self.term)
         self.phase, self.version = "settled", 0
         self.gone, self.new, self._known = dict.fromkeys(gone, 0.0), dict.fromkeys(new, 0.0), {}
-        self.ended, self._uncertain = set(), set()
+        self.ended, self._uncertain = {}, set()
         self._beats = Heartbeats()
         self._answers, self._accused, self._noticed, self._reported = {}, {}, {}, {}
         self._enter_store(now)
@@ -357,16 +362,21 @@ class Membership:
     def on_answers(self, answers: Mapping[str, bool | None], now: float) -> None:
         """Take the answers of nodes that were asked: True, False if they refuse, None if they are silent."""
         self._answers |= {node: (answer, now) for node, answer in answers.items()}
-        self.ended |= {node for node, answer in answers.items() if answer is False}
+        for node in [node for node, answer in answers.items() if answer is False]:
+            self.ended.setdefault(node, now)
 
     # --- what follows from it -----------------------------------------------------------------------------------------
 
     def check(self, now: float) -> list[Action]:
         """Return what to do now."""
         actions: list[Action] = []
+        self._stood_still = self._stood_still or now - self._checked > self._silence
+        self._checked = now
         self._watch_neighbours(now, actions)
         if self.phase == "searching":
             self._go_on_searching(now, actions)
+        elif self.phase == "electing" and self._stood_still:  # the reports that came meanwhile are old
+            actions.append(self._left_out(self._lost))
         elif self.leads:
             self._find_lost(now, actions)
             if (self.gone or self.new) and self.phase == "settled":
@@ -454,9 +464,13 @@ class Membership:
     def _surely_ended(self) -> set[str]:
         """The nodes that have ended and cannot have gone on without this one.
 
-        If the leader is only silent the others may have gone on with it, and ended because the run has.
+        If the leader is only silent the others may have gone on with it, and ended because the run has; or with the
+        next one, if this node learned late that they had ended.
         """
-        return self.ended if self.phase == "settled" or self._lost in self.ended else set()
+        if self.phase == "settled":
+            return set(self.ended)
+        early = {node for node, at in self.ended.items() if at < self._alone_at}
+        return early if self._lost in early else set()
 
     def _may_continue(self, alive: Collection[str]) -> bool:
         """Whether these nodes are enough of the list, and of the one before that enough others know of."""
@@ -514,7 +528,7 @@ class Membership:
         silence = now - self._contact
         ended = self._store_ended or self._noticed.get(self.leader) == "ended"
         if not ended and silence <= SUSPECT_SECONDS + 2 * self.period:
-            self._suspected = None
+            self._suspected, self._stood_still = None, False
             return
         # A process that is killed closes its connections one after the other: its node may refuse a moment later.
         self._suspected = now if self._suspected is None else self._suspected
@@ -529,6 +543,7 @@ class Membership:
             self._uncertain = set()
             # The others have left this one out by now, and may have ended because the run has.
             self._is_stale = silence > self._silence
+            self._alone_at = self._contact + election_seconds(self._silence, len(self.nodes))
         if answer is not False:
             self._uncertain.add(self.leader)
         self._lost = self.leader
@@ -555,7 +570,7 @@ class Membership:
         before = itertools.islice(names, bisect.bisect_left(names, self.own))
         possible = (node for node in before if node not in self.ended and node not in self._uncertain)
         rest = tuple(itertools.islice(possible, number))
-        if not rest and self._is_stale and self._lost in self.ended:
+        if not rest and (self._stood_still or (self._is_stale and self._lost in self.ended)):
             actions.append(self._left_out(self._lost))
             return
         if not rest:

@@ -2,7 +2,7 @@
 
 python nccl_faults.py '{"faults": [["kill", 12, 1, "backward"]], "settings": {"num_workers": 3}}' FOLDER
 
-With NCCL_FAULTS_DUMP=3 each rank prints its stacks every 3 s after an abort, or its start, until its next step is complete.
+With NCCL_FAULTS_DUMP=3 each rank prints its stacks every 3 s after an abort or its start, until a step is complete.
 """
 
 from __future__ import annotations

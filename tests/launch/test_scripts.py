@@ -211,7 +211,8 @@ def test_the_launcher_itself_imports_no_torch():
 
 def test_files_next_to_the_package_do_not_shadow_the_standard_library(tmp_path):
     """As in site-packages, where old copies of standard modules may be installed."""
-    shutil.copytree(ROOT / "phalanx", tmp_path / "site" / "phalanx")
+    written = shutil.ignore_patterns("__pycache__")  # by other tests, at this moment
+    shutil.copytree(ROOT / "phalanx", tmp_path / "site" / "phalanx", ignore=written)
     (tmp_path / "site" / "selectors.py").write_text("raise ImportError('the wrong selectors')\n")
     (tmp_path / "train.py").write_text("import selectors, phalanx\nprint(phalanx.__file__)\n")
     code = f"""

@@ -62,6 +62,7 @@ class Cluster:
         self.received: Counter[int] = Counter()
         self.measures = False
         self.finished_at: float | None = None
+        self._slow_links = 0
         self._machines = plan.nodes
         for machine in range(plan.nodes):
             self.start(machine)
@@ -267,11 +268,17 @@ class Cluster:
         self._machines += 1
 
     def _slow(self, fault: Fault) -> None:
-        self.network.slowness *= 20.0
+        self._slow_links += 1
+        self._set_slowness()
         self.clock.later(min(fault.seconds, 30.0), self._fast)
 
     def _fast(self) -> None:
-        self.network.slowness /= 20.0
+        self._slow_links -= 1
+        self._set_slowness()
+
+    def _set_slowness(self) -> None:
+        """20 times slower per fault; with more than two the way of a message would take minutes."""
+        self.network.slowness = 20.0 ** min(2, self._slow_links)
 
     # --- run ----------------------------------------------------------------------------------------------------------
 

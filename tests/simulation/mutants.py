@@ -121,3 +121,19 @@ def machines_are_asked_one_after_the_other(patch: Patch) -> None:
             self.clock.later(1.0 * len(silent), self.go_on)
 
     patch.setattr(launchers.Launcher, "_ask", in_turn)
+
+
+def first_ranks_go_on_whatever_they_hold(patch: Patch) -> None:
+    """With fewer ranks than are there a group has the first of them, and not those that hold the last step."""
+    patch.setattr(ElasticGroup, "_choose", lambda group, able: able[: group.size])
+
+
+def node_that_stood_still_leads(patch: Patch) -> None:
+    """A node takes over with reports that came while it was suspended."""
+    check = Membership.check
+
+    def check_at_once(members: Membership, now: float) -> list[Any]:
+        members._checked = now
+        return check(members, now)
+
+    patch.setattr(Membership, "check", check_at_once)

@@ -34,6 +34,10 @@ FAILED = {
     "what only some have heard of a leader that was lost": 1486,
     "a node comes late and gets a change before the whole view": 80,
     "the first node is cut off from the leader and begins again": 960,
+    "a new rank takes the place of the one that holds the last step": 146433,
+    "a node that stood still leads with reports from before the end": 109782,
+    "a node that learns late that the others have ended leads alone": 106125,
+    "a first node begins again while the others gather": 107371,
 }
 """Seeds whose histories have violated an invariant once."""
 
@@ -83,6 +87,8 @@ DEFECTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], int, str], ...] = (
     (mutants.newcomers_count_at_once, 1138, "steps taken twice"),
     (mutants.paused_node_is_not_told_that_it_was_lost, 182, "split brain"),
     (mutants.late_rank_joins_a_finished_group, 80, "deadlock"),
+    (mutants.first_ranks_go_on_whatever_they_hold, 146433, "steps taken twice"),
+    (mutants.node_that_stood_still_leads, 109782, "split brain"),
 )
 """Defects that were mended, a seed that finds each, and the invariant that it violates."""
 

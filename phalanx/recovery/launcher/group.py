@@ -580,7 +580,7 @@ class ElasticGroup:
 
     def _form(self) -> None:
         """Begin the next generation: each chosen rank gets its position."""
-        chosen = (self.members + self.able)[: self.size]
+        chosen = self._choose([*self.members, *self.able])
         self._set_aside(chosen)
         self._enter("ready")
         change, self.change = self.change or Change(self.now), None
@@ -614,6 +614,13 @@ class ElasticGroup:
                 master_port=port,
             )
             self._order(rank, position)
+
+    def _choose(self, able: list[Rank]) -> list[Rank]:
+        """Return the ranks of the next group: if not all have a place, first those that hold the last step."""
+        last = max(self.steps[rank.key] for rank in able)
+        by_step = sorted(able, key=lambda rank: self.steps[rank.key] < last)
+        keys = {rank.key for rank in by_step[: self.size]}
+        return [rank for rank in able if rank.key in keys]
 
     def _set_aside(self, chosen: list[Rank]) -> None:
         """Let ranks without a place wait, as far as the run may use them; the others end, and free their memory."""
