@@ -234,7 +234,7 @@ class Membership:
         """Nodes that did not refuse when another leader was looked for: they may go on without this one."""
         self._confirm_by = 0.0
         self._is_stale = False
-        """Whether this node has heard nothing long enough that the others may have gone on without it."""
+        """Whether this node has heard nothing for so long that the others may have gone on without it."""
         self._alone_at = math.inf
         """Since when others may have gone on, and ended, without this node: that long an election takes."""
         self._lost = ""

@@ -16,7 +16,7 @@ TURNS = re.compile(
     r"|\b(once|twice|(bytes|tokens|steps|samples|batches|sequences|lines|stages|ms|(milli|micro)?seconds|operations)) "
     r"a (rank|step|node|machine|worker|second|sample|epoch)[.,:;)]"
     r"|\btakes? leave\b|\bowed\b|\ba word (about|of)\b|\bin the eyes of\b|\bby its own hands?\b"
-    r"|\bwhat was trained\b|\b(every|least|of|from|for|after|about) so (many|few|long)\b|\bin the words of\b"
+    r"|\bwhat was trained\b|\b(every|least|of|from|for|after|about) so (many|few)\b|\bin the words of\b"
     r"|\bwhich (is|are) said\b"
     r"|\b(is|are) said (so|at|of|on|in|about|to)\b|\bfor want of\b",
     re.IGNORECASE,
