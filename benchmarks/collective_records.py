@@ -29,7 +29,7 @@ DEPTH = 20
 
 
 def deep(depth: int, function: Callable[[], float]) -> float:
-    """Call a function from so many frames."""
+    """Call a function from this many frames."""
     return function() if depth == 0 else deep(depth - 1, function)
 
 

@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS))
-    parser.add_argument("--seconds", type=float, default=120.0, help="give up a group after so long")
+    parser.add_argument("--seconds", type=float, default=120.0, help="give up a group after this many seconds")
     parser.add_argument("--json", metavar="FILE", help="write the numbers, too")
     given = parser.parse_args(arguments)
     rows = []

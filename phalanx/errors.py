@@ -19,7 +19,7 @@ EXIT_INTERRUPTED = 130
 
 
 class PhalanxError(Exception):
-    """An error that the user can correct. `hint` says how, in words that can be pasted."""
+    """An error that the user can correct. `hint` says how, as text to paste."""
 
     exit_code = 1
 
@@ -119,7 +119,7 @@ class RankFailedError(PhalanxError):
         super().__init__(message, hint=hint)
         self.exit_code = exit_code
         self.partial_result: object = None
-        """What was trained before, where a rank that held all of it could still send it."""
+        """The trained state, if a rank that held all of it could still send it."""
 
 
 class ForkServerDiedError(PhalanxError):

@@ -86,7 +86,7 @@ class Fault:
             if name not in names:
                 raise UsageError(unknown_name("field", name, names, of=f"the fault {kind}"), hint=_SYNTAX)
         if "step" not in values:
-            raise UsageError(f"fault {kind}: after which step?", hint=_SYNTAX)
+            raise UsageError(f"fault {kind} needs step=N", hint=_SYNTAX)
         return cls(**values)
 
     def __str__(self) -> str:

@@ -86,7 +86,7 @@ def measure_scaling(scaling: str, args: argparse.Namespace) -> list[Point]:
 
 
 def measure(scaling: str, ranks: int, batch: int, args: argparse.Namespace) -> Point:
-    """Train for some steps or epochs on so many ranks and return the steady speed."""
+    """Train for some steps or epochs on this many ranks and return the steady speed."""
     torch.manual_seed(0)
     steps = args.steps if args.epochs is None else args.epochs * -(-args.samples // (batch * ranks))
     model, train, val = prepare(args, length=args.samples if args.epochs else batch * ranks * args.steps)

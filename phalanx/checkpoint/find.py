@@ -105,7 +105,7 @@ def _size_problem(file: Path, record: FileRecord) -> str | None:
     if size == record.size:
         return None
     how = "truncated" if size < record.size else "longer than written"
-    return f"{file.name} is {how}: {size:,} bytes where the manifest says {record.size:,}"
+    return f"{file.name} is {how}: {size:,} bytes, but the manifest says {record.size:,}"
 
 
 _EXPECTED = "Expected the checkpoint_dir of an earlier run, which holds step-00000100 and the like, or one of those."

@@ -138,7 +138,7 @@ def _next(folder: Path) -> list[tuple[str, str]]:
     suggestions = [
         (f"phalanx train {path.name}", "the recipe of this folder") for path in sorted(folder.glob("recipe*.toml"))
     ]
-    suggestions = suggestions[:1] or [("phalanx train digits", "a real model on two ranks, in seconds")]
+    suggestions = suggestions[:1] or [("phalanx train digits", "train a real model on two ranks, in seconds")]
     if any(folder.glob("runs/*/run.json")):
         suggestions += [
             ("phalanx runs", "the runs of this folder"),
@@ -146,5 +146,5 @@ def _next(folder: Path) -> list[tuple[str, str]]:
             ("phalanx ui", "all of them in the browser"),
         ]
     else:
-        suggestions.append(("phalanx train --script train.py --num-workers 2", "any script that runs under torchrun"))
-    return [*suggestions, ("phalanx <command> --help", "the options of a command")]
+        suggestions.append(("phalanx train --script train.py --num-workers 2", "run any torchrun script"))
+    return [*suggestions, ("phalanx <command> --help", "show the options of a command")]

@@ -111,7 +111,7 @@ def _check(action: str, namespace: argparse.Namespace) -> None:
     if action == "pack":
         folder, out = Path(namespace.folder).expanduser(), Path(namespace.out).expanduser()
         if out.resolve() == folder.resolve() or folder.resolve() in out.resolve().parents:
-            hint = f"Give a folder beside it: --out {folder.resolve()}-shards"
+            hint = f"Give a folder next to it: --out {folder.resolve()}-shards"
             raise UsageError(f"--out {out} is inside of {folder}, whose folders are classes", hint=hint)
     elif action == "make" and namespace.set not in SETS:
         raise UsageError(unknown_name("set to make", namespace.set, SETS))

@@ -28,7 +28,7 @@ from phalanx.tools.doctor.reader import LEVELS, CheckResult, HostReader, worst
 
 _HELP = (
     "Check GPUs, driver, network, memory, limits and versions of this machine, or of several, and print a fix for each "
-    "finding. The exit code is 1 where an error was found, which would stop or spoil training, and 0 otherwise."
+    "finding. The exit code is 1 if an error was found that would stop or spoil training, else 0."
 )
 _SLOW_SHARE = 0.1
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}

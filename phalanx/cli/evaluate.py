@@ -30,7 +30,7 @@ def add_run_flags(parser: argparse.ArgumentParser, data: str) -> None:
         action="append",
         default=[],
         metavar="data.KEY=VALUE",
-        help="change an option with which the run's data are read: --set data.target=price",
+        help="change how the run's data are read: --set data.target=price",
     )
 
 

@@ -26,7 +26,7 @@ def parser() -> FlagParser:
     )
     parser.add_argument("run", metavar="RUN", help="a run (name, beginning of one, tag, folder, last) or a checkpoint")
     add_run_flags(parser, "onnx, torchscript: data for an example of the inputs")
-    parser.add_argument("--format", metavar="|".join(FORMATS), help="[that of the ending of --output, or safetensors]")
+    parser.add_argument("--format", metavar="|".join(FORMATS), help="[by the ending of --output, else safetensors]")
     text = "the file or folder [<run>.<ending>]"
     add_output_flag(parser, "-o", "--output", endings=(), metavar="PATH", help=text)
     return parser

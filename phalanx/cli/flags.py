@@ -220,7 +220,7 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change a value of the recipe: --set model.dropout=0.1 --set data.seq_len=256",
     )
-    parser.add_argument("--preset", metavar="NAME", help="which size of the recipe's model: debug, small, ...")
+    parser.add_argument("--preset", metavar="NAME", help="size of the recipe's model: debug, small, ...")
     parser.add_argument("--script", metavar="FILE", help="a Python script that runs under torchrun")
     parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
 
@@ -322,7 +322,7 @@ def add_config_flags(parser: FlagParser) -> None:
         "--config",
         metavar="FILE",
         action="append",
-        help="a TOML or YAML file with settings, which flags win over; of several files a later one wins",
+        help="a TOML or YAML file with settings; flags override it, and later files override earlier ones",
     )
     parser.add_argument(
         "--help-all", action=HelpAction, nargs=0, default=argparse.SUPPRESS, help="show every setting, by group"

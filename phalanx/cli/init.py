@@ -16,7 +16,7 @@ _HELP = "Write a small project (model, data, recipe, test, Slurm file, .gitignor
 def parser() -> FlagParser:
     """Return the parser of the verb."""
     parser = FlagParser(prog="phalanx init", description=_HELP)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the folder to make; without it, the current one")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the folder to create [the current one]")
     return parser
 
 

@@ -127,7 +127,7 @@ def _cancel(namespace: argparse.Namespace) -> None:
 
 
 def refresh(record: JobRecord) -> Status:
-    """Ask the scheduler about a job that has not ended, and keep its state; a scheduler that is away is said so."""
+    """Ask the scheduler about a job that has not ended, and keep its state; report a scheduler that is silent."""
     if record.state in ENDED and record.state != "lost":  # a scheduler that was away may know it again
         return Status(record.state)
     try:

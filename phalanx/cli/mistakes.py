@@ -35,7 +35,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {}
 
 
 def unknown_verb(word: str, rest: Sequence[str], verbs: Iterable[str]) -> str:
-    """Return what is said about a command that does not exist."""
+    """Return the message for a command that does not exist."""
     if (meant := like_verb(word)) is None:
         return unknown_name("command", word, verbs)
     argument = rest[0] if rest and not rest[0].startswith("-") else ""

@@ -12,27 +12,27 @@ from phalanx.reliability import AT_RANDOM, KINDS
 
 _TUNE = """Search for the best hyperparameters.
 
-Every trial is a run like that of `phalanx train`, on as many ranks as --num-workers says, in its own folder. The
+Each trial is a run of `phalanx train` on --num-workers ranks, in its own folder. The
 space is a TOML file, such as
 
   learning_rate = { loguniform = [1e-4, 1e-1] }
   optimizer     = { choice = ["sgd", "adamw"] }
   momentum      = { uniform = [0.5, 0.99], when = { optimizer = "sgd" } }
 
-Names of settings reach the trainer of the run, other names are arguments of the script (--name=value). All flags below
-that are settings hold for every trial. With the same --seed a search gives the same trials and the same best again."""
+Names of settings reach the trainer of the run, other names are arguments of the script (--name=value). Settings
+among the flags below apply to every trial. The same --seed gives the same trials and the same best one."""
 
 _VERIFY = """Prove that a layout gives the same result as one process.
 
 Runs the same global batches on one process and on the layout, in float64 and in float32, with dropout off, and
-compares losses, gradient norms, and each module's outputs, gradients and weights. Exit code 1 when they differ
-beyond rounding; the first module that differs is named. What is compared is a recipe, a reference model (gpt, llama,
-...), or a --script that defines build() -> (model, data set, loss_fn).
+compares losses, gradient norms, and each module's outputs, gradients and weights. Exit code 1 if they differ beyond
+rounding; names the first module that differs. Takes a recipe, a reference model (gpt, llama, ...), or a
+--script that defines build() -> (model, data set, loss_fn).
 
-With faults that are named (--fault, --fault-plan) or drawn at random (--faults N), a recipe or a training script is
-run for real while they happen, and for each is reported: detected after, recovered in, steps lost. Exit code 1 where
-the run failed, where processes or files are left behind, and where the weights differ from those of a quiet run: with
---strategy ring --fixed-order in any bit, otherwise beyond rounding."""
+With faults, given (--fault, --fault-plan) or random (--faults N), trains a recipe or a script while they happen,
+and reports for each one when it was detected, how long the recovery took and how many steps were lost. Exit code 1
+if the run failed, if processes or files are left behind, or if the weights differ from those of a run without
+faults: in any bit with --strategy ring --fixed-order, otherwise beyond rounding."""
 
 
 class TrainParser(FlagParser):
@@ -73,9 +73,9 @@ def train_parser() -> FlagParser:
     parser.add_argument("--overwrite", action="store_true", help="replace the run that --run-dir holds")
     parser.add_argument("--dry-run", action="store_true", help="show what would run, and start nothing")
     parser.add_argument(
-        "--tags", metavar="NAMES", help="labels for the run, which others may have too: --tags sweep1,wide"
+        "--tags", metavar="NAMES", help="labels for the run, which other runs can share: --tags sweep1,wide"
     )
-    parser.add_argument("--note", metavar="TEXT", default="", help="what is to be remembered about the run")
+    parser.add_argument("--note", metavar="TEXT", default="", help="a note about the run")
     add_json_flag(parser, "the summary of the run")
     add_config_flags(parser)
     return parser
@@ -93,18 +93,22 @@ def tune_parser() -> FlagParser:
     add_target_flags(parser)
     add("--space", metavar="FILE", help="the search space, a TOML file")
     add("--metric", default="val/loss", metavar="NAME", help="metric to optimize: val/accuracy, ... [val/loss]")
-    add("--mode", metavar="min|max", help="whether less or more of it is better (default: by the metric's name)")
+    add("--mode", metavar="min|max", help="whether lower or higher is better (default: by the metric's name)")
     add("--trials", "--num-samples", type=int, metavar="N", help="how many trials [10; grid: every point]")
     add("--parallel", type=int, metavar="N", help="how many of them run at once (default: as GPUs or cores allow)")
     add("--scheduler", default="none", metavar="asha|pbt|median|none", help="which trials are stopped early [none]")
     add("--search", default="random", metavar="random|grid|optuna", help="how points are chosen [random]")
     add("--trials-per-gpu", type=int, default=1, metavar="N", help="trials that share a GPU [1]")
-    add("--engine", default="auto", metavar="auto|local|ray", help="auto: ray where --address is given, else local")
+    add("--engine", default="auto", metavar="auto|local|ray", help="auto: ray if --address is given, else local")
     add("--grace", type=int, default=1, metavar="N", help="asha, median: iterations (epochs) that every trial gets [1]")
     add("--eta", type=int, default=3, metavar="N", help="asha: one of this many trials continues at each rung [3]")
     add("--interval", type=int, default=1, metavar="N", help="pbt: iterations between exchanges [1]")
     add("--mutate", metavar="NAMES", help="pbt: hyperparameters that change during a trial, separated by commas [all]")
-    add("--lr", action="store_true", help="find a learning rate by one short training in which it grows; no --space")
+    add(
+        "--lr",
+        action="store_true",
+        help="find a learning rate with one short training in which it grows; needs no --space",
+    )
     text = "--lr: draw the losses over the rates into this file"
     add_output_flag(parser, "--plot", endings=(".svg",), help=text)
     add("--part", metavar="I/N", help="run every N-th trial from number I: a random or grid search split over N jobs")
@@ -128,7 +132,7 @@ def verify_parser() -> FlagParser:
     add_target_flags(parser)
     parser.add_argument("--resume", action="store_true", help="stop half-way, resume, and compare bits")
     parser.add_argument("--reshard", metavar="LAYOUT", help="save here, load on another layout: ddp:1, fsdp:4")
-    parser.add_argument("--own-loop", action="store_true", help="train by loops of a Formation, as users write them")
+    parser.add_argument("--own-loop", action="store_true", help="train with a loop over a Formation, as users write it")
     parser.add_argument("--case", metavar="NAME", help="prove a small case: late-labels, changed-loss, data-schema")
     add_fault_flags(parser)
     add_config_flags(parser)
@@ -148,13 +152,13 @@ def add_fault_flags(parser: FlagParser) -> None:
     add("--own-objects", action="store_true", help="train with an optimizer and a scheduler object, as in Python")
     add("--no-checkpoints", action="store_true", help="add no checkpoints to a run that has none: only memory is left")
     add("--out", metavar="DIR", help="folder for the run, the quiet run and their output [runs/faults-<name>-<time>]")
-    add_json_flag(parser, "everything that was measured")
+    add_json_flag(parser, "all measurements")
 
 
 CKPT_ACTIONS = {
     "ls": "list the checkpoints of a run or a directory, the newest first",
     "inspect": "show one checkpoint: step, settings, layout, versions, tensors, files and hashes",
-    "check": "read every file and compare its hash; exit code 1 where one is damaged",
+    "check": "read every file and compare its hash; exit code 1 if one is damaged",
     "diff": "show which tensors and settings of two checkpoints differ, and by how much",
     "reshard": "write a checkpoint again with its tensors in N parts, which N ranks read at once",
     "prune": "remove old checkpoints; the newest complete ones and the best stay",
@@ -193,8 +197,14 @@ def ckpt_parser(action: str = "ls") -> FlagParser:
     if action == "reshard":
         add("--ranks", type=int, required=True, metavar="N", help="how many parts")
     if action == "prune":
-        add("--keep-last", type=int, required=True, metavar="N", help="how many complete ones of each run stay")
-        add("--keep-every", type=int, metavar="M", help="those of every M-th step stay as well")
+        add(
+            "--keep-last",
+            type=int,
+            required=True,
+            metavar="N",
+            help="how many complete checkpoints of each run to keep",
+        )
+        add("--keep-every", type=int, metavar="M", help="also keep those of every M-th step")
         add("--dry-run", action="store_true", help="show what would be removed, and remove nothing")
     if action == "cp":
         add("--all", action="store_true", help="copy all checkpoints, the oldest first")

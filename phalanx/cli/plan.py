@@ -9,11 +9,11 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag
 from phalanx.reliability import PRESETS
 
-_HELP = """Say which layout fits a model on a cluster, how fast it trains, what it costs, and why. Needs no GPU.
+_HELP = """Recommend a parallel layout for a model on a cluster, with predicted speed, memory and cost. Needs no GPU.
 
 MODEL is a preset (llama-70b, gpt2-1.5b, resnet50, ...), a Hugging Face config.json or its folder, or a class of
-your own (my_package.nets:Net with --input 3x224x224). Exit code 2 where nothing fits,
-with the smallest changes that would."""
+your own (my_package.nets:Net with --input 3x224x224). Exit code 2 if nothing fits, with the smallest changes that
+would."""
 _EPILOG = """Examples:
   phalanx plan llama-70b --gpus 64 --gpu h100 --tokens 1T
   phalanx plan gpt2-1.5b --instance p4d.24xlarge --nodes 2 --what-if fewest-gpus --what-if gpu=h100
@@ -32,7 +32,7 @@ def parser() -> FlagParser:
         "plan_model", nargs="?", metavar="MODEL", help="a preset, a config.json, or package.module:Class"
     )
     parser.add_argument(
-        "--input", metavar="SHAPE", help="shape of one sample, for a class of your own: 3x224x224, tokens:1024"
+        "--input", metavar="SHAPE", help="shape of one sample, for your own class: 3x224x224, tokens:1024"
     )
     _add_cluster(parser.add_argument_group("cluster"))
     _add_goal(parser.add_argument_group("goal"))
@@ -56,7 +56,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     add(
         "--prices",
         metavar="FILE",
-        help="instance types and prices of your own, in the form of phalanx/tools/plan/data/instances.toml",
+        help="your own instance types and prices, in the format of phalanx/tools/plan/data/instances.toml",
     )
 
 
@@ -71,14 +71,14 @@ def _add_goal(group: argparse._ArgumentGroup) -> None:
     add(
         "--optimizer",
         metavar="adamw,adamw8bit,adam,sgd,rmsprop,adagrad,lars,lamb",
-        help="whose states are kept [adamw]",
+        help="the optimizer whose states are counted [adamw]",
     )
-    add("--deadline", metavar="TIME", help="say whether the training ends in time: 30d, 72h")
-    add("--budget", type=float, metavar="X", help="say whether the money suffices")
+    add("--deadline", metavar="TIME", help="check whether the training ends in time: 30d, 72h")
+    add("--budget", type=float, metavar="X", help="check whether the training stays within this budget")
     add("--compile", action="store_true", help="plan for kernels that torch.compile fuses")
     add("--fast", action="store_true", help="plan for speed: matrix products in fp8, compiled")
     add("--memory", action="store_true", help="plan for little memory: states of AdamW in 8 bits, and compiled layers "
-        "that keep half of their activations, or less where it is needed to fit")  # fmt: skip
+        "that keep half of their activations, or less if needed to fit")  # fmt: skip
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
@@ -94,7 +94,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add("--micro-batch", type=int, metavar="N", help="samples per data rank in one forward pass")
     add("--recompute", metavar="none,selective,full,'budget 0.5'", help="activation checkpointing [what is fastest]")
     add("--zero-stage", type=int, metavar="0,1,2,3", help="what data ranks shard [what is fastest]")
-    add("--offload", metavar="none,cpu", help="keep states in host memory [where nothing else fits]")
+    add("--offload", metavar="none,cpu", help="keep states in host memory [if nothing else fits]")
     add("--lora-rank", type=int, metavar="N", help="train adapters of this rank instead of the weights")
 
 

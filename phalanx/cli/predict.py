@@ -8,11 +8,11 @@ from phalanx.cli.evaluate import DataParser, add_run_flags
 from phalanx.cli.flags import add_config_flags
 from phalanx.cli.json_output import add_json_flag, add_output_flag
 
-_HELP = """Show what a run's best checkpoint predicts for data, one row per sample and in their order.
+_HELP = """Show the predictions of a run's best checkpoint, one row per sample, in the order of the data.
 
-Data are read as the run's own were: rows of a table, which may lack the target, one image, or images in any folder. A
-classifier gives the row, the file of an image, the class, its name and probability; other models give their output. It
-is a table; --output writes a file. A language model continues --prompt."""
+Reads data as the run read its own: rows of a table (the target may be missing), one image, or images in any folder.
+For a classifier, shows the row, the file of an image, the class, its name and probability; for other models, the
+output. Prints a table; --output writes a file. A language model continues --prompt."""
 
 
 def parser() -> DataParser:
@@ -24,9 +24,9 @@ def parser() -> DataParser:
     add_output_flag(parser, "-o", "--output", endings=(".jsonl", ".csv", ".npy", ".pt"), help=text)
     parser.add_argument("--raw", action="store_true", help="the model's outputs as they are, instead of classes")
     add_json_flag(parser, "the rows")
-    parser.add_argument("--prompt", metavar="TEXT", help="the beginning of a text, for a language model")
+    parser.add_argument("--prompt", metavar="TEXT", help="a text for a language model to continue")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add to --prompt [200]")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: the most likely token [0.8]")
     add_config_flags(parser)
     return parser
 

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from phalanx.tools.plan.learning import RunComparison
 
 
-_HELP = """Show where the wall time of a run went: one that runs, has ended, failed, or was restarted.
+_HELP = """Show where the wall time of a run went, whether it is running, has ended, failed or was restarted.
 
-With --profile: where the time of the steps went that `train --profile` has recorded, on each rank, and what limits the
-speed."""
+With --profile, show where each rank spent the steps that `train --profile` recorded, and what limits the speed."""
 _BAR = 40
 
 
@@ -53,8 +52,8 @@ def run(arguments: Sequence[str]) -> int:
     if ledger is None:
         raise UsageError(
             f"the events of {stored.name} do not say where its time went",
-            hint="It has not begun to train yet, or was trained by an older version, by TensorFlow or by a loop of "
-            "your own.",
+            hint="It has not begun to train yet, or was trained by an older version, by TensorFlow or by your own "
+            "loop.",
         )
     if namespace.json:
         predicted = [] if comparison is None else [component._asdict() for component in comparison.components]

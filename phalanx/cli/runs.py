@@ -31,11 +31,11 @@ ACTIONS = {
     "list": "list the runs, the newest first",
     "show": "show one run: how it was started, how it went, its checkpoints",
     "diff": "compare two runs: settings, model, data and results",
-    "name": "give one run a name, which every command takes",
-    "tag": "label a run; any number of runs have the same tag",
+    "name": "name a run; every command takes the name",
+    "tag": "label a run; any number of runs can share a tag",
     "logs": "show what the ranks of a run print",
-    "stop": "end a run in progress after its current step, with a checkpoint, as SIGTERM does",
-    "note": "write a note about a run, or with an empty text remove it",
+    "stop": "stop a run after its current step, with a checkpoint, as SIGTERM does",
+    "note": "write a note about a run; an empty text removes it",
     "scale": "change the number of ranks of a run in progress, at the next step's boundary",
     "rm": "remove runs with their files",
 }
@@ -89,7 +89,7 @@ def _job_of(name: str, folder: Path, action: str) -> str:
 def parser(action: str) -> FlagParser:
     """Return the parser of one action."""
     actions = "\n".join(f"  {name:<6} {text}" for name, text in ACTIONS.items())
-    meanings = "RUN is a name, the beginning of one, a tag that one run alone has, a folder, or last."
+    meanings = "RUN is a name, the beginning of one, a tag that only one run has, a folder, or last."
     forms = {
         "list": "",
         "diff": " RUN RUN",
@@ -112,7 +112,7 @@ def parser(action: str) -> FlagParser:
         parser.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
         parser.add_argument("--rank", type=int, metavar="N", help="of one rank only")
     if action == "stop":
-        help = "note that a run on another host has ended without a report: its node was lost"
+        help = "mark a run on another host as ended without a report, if its node was lost"
         parser.add_argument("--ended", action="store_true", help=help)
     if action in ("diff", "rm"):
         parser.add_argument("runs", nargs=2 if action == "diff" else "+", metavar="RUN")
@@ -129,7 +129,7 @@ def parser(action: str) -> FlagParser:
     if action == "rm":
         parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     if action == "list":
-        help = "list the trials of searches too, each as a run; with a name: those of one search alone"
+        help = "list the trials of searches too, each as a run; with a name, only those of one search"
         parser.add_argument("--trials", nargs="?", const="", metavar="STUDY", help=help)
         parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="only the runs with this tag")
         parser.add_argument("--group-by-tag", action="store_true", help="list the runs of each tag under its name")

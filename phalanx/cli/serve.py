@@ -12,8 +12,8 @@ _HELP = """Serve a trained language model (gpt, llama, moe) over an OpenAI-compa
 
   GET /v1/models, POST /v1/completions, POST /v1/chat/completions (also as streams), GET /health
 
-Requests that come together are computed in one batch. It listens on this machine alone; with another --host, requests
-need the key that is printed: Authorization: Bearer KEY."""
+Concurrent requests are computed in one batch. The server listens on this machine only; with another --host,
+requests need the key that it prints: Authorization: Bearer KEY."""
 _PORT = 8000
 
 

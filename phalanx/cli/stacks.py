@@ -1,4 +1,4 @@
-"""`phalanx stacks RUN`: print where every rank of a run is, ranks with equal stacks together."""
+"""`phalanx stacks RUN`: print where every rank of a run is, with equal stacks grouped."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from phalanx.launch.rank_files import ASK
 from phalanx.observe.format import ranks_text
 from phalanx.run.stored import RUNS, StoredRun, find_run
 
-_HELP = """Print where the ranks of a run are: the stacks of those on this machine, ranks with equal stacks together.
+_HELP = """Print the stacks of the ranks of a run on this machine, with equal stacks grouped.
 
-The ranks write their stacks themselves and go on training. --native uses py-spy, which also shows frames of C++ and
-works while a rank holds the interpreter lock. For a run that has ended, the stacks that its ranks left are shown."""
+The ranks write their stacks themselves and go on training. --native uses py-spy, which also shows C++ frames and
+works while a rank holds the interpreter lock. For a run that has ended, shows the stacks that its ranks left."""
 _ANSWER_SECONDS = 4.0
 _STACK_SECONDS = 0.3
 _STACK = re.compile(r"rank-(\d+)\.stack")
@@ -36,7 +36,7 @@ def parser() -> FlagParser:
     parser = FlagParser(prog="phalanx stacks", usage="phalanx stacks RUN [--threads | --native]", description=_HELP)
     parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
     parser.add_argument("--threads", action="store_true", help="show all threads, not only the main one")
-    parser.add_argument("--native", action="store_true", help="use py-spy, with the frames of C++ (all threads)")
+    parser.add_argument("--native", action="store_true", help="use py-spy, with C++ frames (all threads)")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
     return parser
 

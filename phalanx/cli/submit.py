@@ -40,14 +40,14 @@ from phalanx.tools.submit.target import CANCEL, TARGETS, CommonOptions, Target, 
 from phalanx.world.mesh import plan_mesh
 
 _TUNE = "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
-_HELP = "Hand a run to a cluster. Takes what `phalanx train` takes, and the options of the target."
+_HELP = "Submit a run to a cluster. Takes the arguments of `phalanx train`, and the options of the target."
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words = list(arguments)
     if not words:
-        raise UsageError("submit needs a target, which is where the run goes", hint=_examples())
+        raise UsageError("submit needs a target", hint=_examples())
     if words[0] in ("-h", "--help"):
         print(_overview())
         return 0
@@ -106,12 +106,12 @@ def submit_parser(name: str, options: type[CommonOptions]) -> FlagParser:
         usage=f"phalanx submit {name} <recipe> | --script FILE | -m MODULE [train's options] [target's options]",
         description=f"Submit to {TARGETS[name][1]}. All options of `phalanx train` are accepted, too.",
     )
-    parser.add_argument("--tune", action="store_true", help="a search, as of phalanx tune, split over an array of jobs")
+    parser.add_argument("--tune", action="store_true", help="submit a search of phalanx tune, split over a job array")
     parser.add_argument("--render", action="store_true", help="print exactly what would be submitted")
     parser.add_argument("--dry-run", action="store_true", help="render it and validate it; submit nothing")
     parser.add_argument("--follow", action="store_true", help="show the output after submitting, until the job ends")
     parser.add_argument(
-        "--job-name", metavar="TEXT", help="name of the job (default: of the recipe, with a random end)"
+        "--job-name", metavar="TEXT", help="name of the job (default: the recipe's, with a random ending)"
     )
     add_json_flag(parser, "the record of the job")
     section = parser.add_argument_group(f"options of {name}")

@@ -40,13 +40,13 @@ def _time(seconds: float) -> str:
 _MEANINGS = """columns:
   samples/s      of this rank alone
   step           seconds per step, of which the next three are parts
-  own work       waiting for data and the forward pass, which wait for no other rank: a rank that is slow shows it here
+  own work       waiting for data and the forward pass, which wait for no other rank: a slow rank shows here
   data wait      share of the time in which it waited for its next batch
-  exposed comm.  share in which it waited for the other ranks, where the strategy counts that
+  exposed comm.  share in which it waited for the other ranks, if the strategy counts that
   cores          CPU cores that its process keeps busy, without the processes that load its data
   memory         peak of the device, on the CPU that of the process
   GPU            its utilization; also GPU memory, power and temp., as nvidia-smi shows them
-  heartbeat      when it last said that it goes on
+  heartbeat      the time since its last sign of life
 The rest of a step is the backward pass, hidden communication, the optimizer and logging; for each of these see
 phalanx report RUN --profile, after phalanx train ... --profile."""
 
@@ -71,7 +71,7 @@ def parser() -> FlagParser:
         prog="phalanx top", usage="phalanx top [RUN] [--once] [--json]", description=_HELP, epilog=_MEANINGS
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="a name, a tag, a folder, or last [the one that runs]")
-    parser.add_argument("--once", action="store_true", help="print the table once; also where output is not a terminal")
+    parser.add_argument("--once", action="store_true", help="print the table once; also if output is not a terminal")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two updates [1]")
     add_json_flag(parser, "the ranks once")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
     if not beats and not (follows and stored.status in _LIVE):
         raise UsageError(
             f"no rank of {stored.name} has given a heartbeat (status: {stored.status})",
-            hint="It has not begun to train, or it is a loop of your own, which gives none. Its log is in "
+            hint="It has not begun to train, or it is your own loop, which reports none. Its log is in "
             f"{stored.path / 'logs'}.",
         )
     if namespace.json:
@@ -172,7 +172,7 @@ def _header(columns: list[str]) -> tuple[str, ...]:
 
 
 def _marks(beats: Mapping[int, Beat], slowest: int | None, now: float) -> dict[int | None, str]:
-    """Return what is said of single ranks: the slowest one, and those that should have given a heartbeat by now."""
+    """Return the remarks on single ranks: the slowest one, and those that should have given a heartbeat by now."""
     marks: dict[int | None, str] = {slowest: "slowest"}
     for rank, beat in beats.items():
         usual = beat.gauges.step_seconds

@@ -161,7 +161,7 @@ def _check_target(recipe: Recipe | None, resolved: ResolvedConfig, target: Scrip
     if recipe is not None:
         source = recipe.data.get("root") or recipe.data["name"]
         if recipe.needs_data and "root" not in recipe.data:
-            raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data path/to/them")
+            raise UsageError(f"the recipe '{recipe.name}' needs your files", hint="Add: --data path/to/them")
         if (isinstance(source, list) or Path(source).is_absolute()) and resolved.config.launcher == "local":
             from phalanx.zoo.data import OF_FOLDERS
             from phalanx.zoo.data.places import find_places, one_folder

@@ -20,8 +20,9 @@ from phalanx.run.stored import RUNS, find_run
 
 _HELP = """Show all runs of a folder as a web page: a table, each run with its logs, runs compared, and searches.
 
-The page follows runs while they go on. It listens on this machine alone; with another --host it needs a token, which is
-part of the address that is printed. From elsewhere, without opening a port: ssh -L 7007:localhost:7007 HOST"""
+The page follows runs in progress. The server listens on this machine only; with another --host it needs a token,
+which is part of the printed address. To reach it from elsewhere without opening a port:
+ssh -L 7007:localhost:7007 HOST"""
 _PORT = 7007
 
 
@@ -39,7 +40,7 @@ def parser() -> FlagParser:
         "--host", default="127.0.0.1", metavar="HOST", help="the name or address to listen on; 0.0.0.0: all [127.0.0.1]"
     )
     add("--port", type=int, default=_PORT, metavar="N", help=f"the port to listen on; 0: any free one [{_PORT}]")
-    add("--token", action="store_true", help="ask for a token on this machine too: others may have accounts on it")
+    add("--token", action="store_true", help="require a token on this machine too, if others have accounts on it")
     add("--no-browser", action="store_true", help="print the address, and open no browser")
     return parser
 

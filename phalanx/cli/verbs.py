@@ -18,9 +18,9 @@ GROUPS = {
         "top": "show the ranks of a run while it trains: speed, waiting, memory, the slowest",
         "ui": "show runs as a web page or one file: curves compared, ranks, time, events, settings",
         "report": "show where the time of a run went, or of its profiled steps",
-        "stacks": "print where every rank of a run is, ranks with equal stacks together",
+        "stacks": "print where every rank of a run is, with equal stacks grouped",
     },
-    "use what was trained": {
+    "use trained models": {
         "runs": "list, show, compare, name, tag, follow, stop, scale and remove runs",
         "evaluate": "measure a trained model on data",
         "predict": "write a trained model's outputs for data, or continue a text",
@@ -29,7 +29,7 @@ GROUPS = {
         "ckpt": "list, inspect, check, compare, reshard, prune and copy checkpoints, in folders and at URLs",
     },
     "clusters": {
-        "submit": "hand a run to Slurm, Kubernetes, Kubeflow, Ray, docker-compose or hosts by ssh",
+        "submit": "submit a run to Slurm, Kubernetes, Kubeflow, Ray, docker-compose or hosts over ssh",
         "jobs": "list, show, follow and end submitted jobs",
     },
     "choose, prove and learn": {

@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     namespace = verify_parser().parse_all(words)
     is_drawn = namespace.faults is not None and namespace.faults is not True  # True: without a number
     if is_drawn or namespace.fault or namespace.fault_plan or namespace.kinds:
-        _refuse(namespace, _OF_PROOFS, "is a proof of its own, without faults that are named or drawn")
+        _refuse(namespace, _OF_PROOFS, "cannot be combined with --fault, --fault-plan, --kinds or --faults N")
         return run_under_faults(namespace, words, script_arguments)
     _refuse(namespace, _OF_FAULTS, "is for a run under faults, such as --faults 10")
     if script_arguments:
@@ -65,7 +65,7 @@ def _prove(namespace: argparse.Namespace) -> int:
 
 def _prove_case(namespace: argparse.Namespace) -> int:
     """Prove one of the small cases that bring their own model and data."""
-    why = "does not go with --case, which has a model and data of its own"
+    why = "cannot be combined with --case, which brings its own model and data"
     if namespace.recipe is not None:
         raise UsageError(f"'{namespace.recipe}' {why}", hint="See phalanx verify --help")
     _refuse(namespace, ("script", "module", "model", "data", "preset", "faults", *_OF_PROOFS), why)
@@ -135,7 +135,8 @@ def _faults(namespace: argparse.Namespace, config: DistributedConfig) -> list[Fa
         faults += read_faults(Path(namespace.fault_plan))
     if namespace.faults is True:
         raise UsageError(
-            "--faults without a number is a proof of its own", hint="Add how many to draw, or leave it out."
+            "--faults without a number cannot be combined with --fault, --fault-plan or --kinds",
+            hint="Add how many to draw, or leave it out.",
         )
     if namespace.faults is not None:
         if namespace.faults < 1:
@@ -156,7 +157,7 @@ def _faults(namespace: argparse.Namespace, config: DistributedConfig) -> list[Fa
 def _check(namespace: argparse.Namespace, config: DistributedConfig, faults: Sequence[Fault]) -> None:
     """Refuse faults that cannot happen."""
     if config.run_dir is not None or config.resume_from_checkpoint:
-        raise UsageError("verify makes new runs in a folder of its own", hint="Use --out DIR.")
+        raise UsageError("verify creates new runs in its own folder", hint="Use --out DIR.")
     if namespace.own_objects and (namespace.script or namespace.module):
         raise UsageError(
             "--own-objects is for recipes: a script makes its optimizer itself", hint="Remove --own-objects."

@@ -48,8 +48,8 @@ class Resources:
 
     num_workers: int | None = option(
         None,
-        "ranks in the whole job (default: every GPU, or 1 on CPU); 2:8 is elastic: from 2 to 8; num_gpus=8 is 8 "
-        "with device=cuda, gpus_per_node=8 is 8 for each of num_nodes",
+        "ranks in the whole job (default: one per GPU, or 1 on CPU); 2:8 is elastic: from 2 to 8; num_gpus=8 means "
+        "8 with device=cuda, gpus_per_node=8 means 8 on each of num_nodes",
         minimum=1,
         scope="machine",
         used_by="command",
@@ -219,7 +219,7 @@ class Training:
     )
     optimizer: str = option(
         "adamw",
-        "optimizer, when none is given in Python",
+        "optimizer, if none is given in Python",
         choices=OPTIMIZERS,
         used_by="value trainer",
         in_loop="make it, and prepare it: optimizer = f.prepare(torch.optim.AdamW(model.parameters()))",
@@ -280,7 +280,7 @@ class Training:
     )
     sanity_val_batches: int = option(
         2,
-        "before the first step, try evaluation on this many batches per rank (0: do not)",
+        "before the first step, try evaluation on this many batches per rank (0: off)",
         minimum=0,
         used_by="trainer",
         in_loop="evaluate in your loop, with f.prepare_loader(data, training=False)",
@@ -294,7 +294,7 @@ class Training:
     )
     max_time: int | float | str | None = option(
         None,
-        "end training after this time: '30m', '2h', '1:30:00', or seconds; a resumed run counts anew",
+        "end training after this time: '30m', '2h', '1:30:00', or seconds; a resumed run starts counting anew",
         above=0,
         used_by="trainer",
         in_loop="leave your loop when the time is over",
@@ -307,7 +307,7 @@ class Training:
     )
     patience: int = option(
         3,
-        "early_stopping: evaluations in a row without improvement before the end",
+        "early_stopping: end after this many evaluations in a row without improvement",
         minimum=1,
         needs="early_stopping",
         used_by="trainer",
@@ -338,8 +338,8 @@ class Optimization:
     compile: bool = option(False, "compile the model with torch.compile")
     capture: bool | None = option(
         None,
-        "launch a whole training step as one CUDA graph, which small steps gain by (default: where nothing in the step "
-        "needs the host)",
+        "launch a whole training step as one CUDA graph, which speeds up small steps (default: on if nothing in "
+        "the step needs the host)",
         used_by="trainer",
         in_loop="leave it out: the steps of your loop are not recorded as CUDA graphs",
     )
@@ -370,7 +370,7 @@ class Optimization:
     on_nonfinite: str = option("stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
     loss_weighting: str = option(
         "auto",
-        "weigh unequal micro-batches by samples or by labels (tokens); auto: as the loss averages",
+        "weight unequal micro-batches by samples or by labels (tokens); auto: as the loss averages",
         choices=("auto", "samples", "tokens"),
     )
 
@@ -406,7 +406,7 @@ class Communication:
     find_unused_parameters: bool = option(False, "let parameters be unused in a step (costs a graph walk each step)")
     nccl_env: str | None = option(
         None,
-        "set the NCCL variables for this kind of cluster (see phalanx doctor --nccl-env); those that are set stay",
+        "set the NCCL variables for this kind of cluster (see phalanx doctor --nccl-env); your own values are kept",
         choices=(None, "gcp", "aws-efa", "infiniband", "ethernet"),
         scope="machine",
         used_by="command",
@@ -445,7 +445,7 @@ class Synchronisation:
     server_mode: str = option(
         "auto",
         "parameter-server: all workers step together (sync), each at its own pace (async), or none more than "
-        "`staleness` steps ahead (bounded); auto: bounded where staleness is given, else sync",
+        "`staleness` steps ahead (bounded); auto: bounded if staleness is given, else sync",
         choices=("auto", "sync", "async", "bounded"),
     )
     staleness: int | None = option(

@@ -21,20 +21,21 @@ class Checkpointing:
     )
     checkpoint_frequency: int | str | None = option(
         None,
-        "every n epochs (10), every n steps ('500 steps'), or auto: by what a save costs and how often the job fails; "
-        "'auto 12h': with this mean time between failures (else: as seen in this run, or on a published cluster)",
+        "save every n epochs (10), every n steps ('500 steps'), or auto: by the cost of a save and the failure "
+        "rate of the job; 'auto 12h' gives the mean time between failures (default: as seen in this run, or on a "
+        "published cluster)",
         expects="a number of epochs (10), '500 steps', 'auto', or 'auto 12h'",
         used_by="trainer",
         in_loop="call f.save(directory) in your loop",
     )
     checkpoint_kind: str = option(
         "sharded",
-        "sharded: one file per rank; full: one safetensors file; incremental: only what changed is written",
+        "sharded: one file per rank; full: one safetensors file; incremental: only changed chunks are written",
         choices=("sharded", "full", "incremental"),
     )
     async_checkpoint: bool | str = option(
         True,
-        "write while training goes on; skip: leave a checkpoint out while the one before is being written",
+        "write in the background; skip: leave out a checkpoint while the previous one is still being written",
         choices=(False, True, "skip"),
         used_by="trainer",
         in_loop="call f.save_async(directory), which returns before the files are written",
@@ -42,7 +43,7 @@ class Checkpointing:
     keep_last: int | None = option(3, "how many checkpoints of this run to keep (none: all)", minimum=1)
     keep_best: bool | str | None = option(
         True,
-        "keep the checkpoint with the best value of a metric, too: val/loss (true; or the "
+        "also keep the checkpoint with the best value of a metric: val/loss (true; or the "
         "metric of early_stopping), train/loss, val/accuracy, "
         "min:val/<name> or max:val/<name>; false: only the last ones",
         used_by="trainer",
@@ -56,7 +57,7 @@ class Checkpointing:
     )
     resume_from_checkpoint: bool | str = option(
         False,
-        "true: the newest complete one of checkpoint_dir, if any; or a path",
+        "true: resume from the newest complete checkpoint in checkpoint_dir, if any; or a checkpoint's path",
         scope="machine place",
         used_by="command trainer",
         in_loop="call f.load(directory, required=False) before your loop",
@@ -111,7 +112,7 @@ class Monitoring:
         used_by="trainer",
         in_loop="run some steps under torch.profiler.profile()",
     )
-    log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
+    log_every_n_steps: int = option(10, "read losses and report every n steps", minimum=1)
     verbosity: str = option(
         "normal",
         "how much the console shows: quiet (errors, what ranks print and the result), normal, or verbose (every event)",
@@ -140,7 +141,7 @@ class Elasticity:
     )
     min_workers: int | None = option(
         None,
-        "elastic: continue with as few ranks as this when others are lost (num_workers = 2:8)",
+        "elastic: if ranks are lost, continue with as few as this many (num_workers = 2:8)",
         minimum=1,
         scope="layout",
         used_by="recovery",
@@ -150,13 +151,13 @@ class Elasticity:
     )
     heartbeat_timeout: float = option(
         10.0,
-        "seconds after which a rank that is stopped, or a node that is silent, counts as lost",
+        "seconds after which a stopped rank or a silent node counts as lost",
         above=0,
         used_by="recovery",
     )
     preemption_file: str | None = option(
         None,
-        "save and leave with exit code 75 when this file appears on a node (a notice of the cloud provider)",
+        "save and exit with code 75 when this file appears on a node (a preemption notice)",
         scope="machine",
         used_by="trainer",
         in_loop="look for the file in your loop, then call f.save(directory) and sys.exit(75)",
@@ -221,7 +222,7 @@ class Advanced:
     )
     preemption_margin: float = option(
         60.0,
-        "save and leave with exit code 75 this many seconds before a Slurm job's time limit (0: never)",
+        "save and exit with code 75 this many seconds before a Slurm job's time limit (0: never)",
         minimum=0,
         used_by="trainer",
         in_loop="call f.save(directory) and sys.exit(75) before the time limit",
@@ -236,7 +237,7 @@ class Advanced:
     )
     decay_norms: bool = option(
         True,
-        "weight_decay: also of biases and norms, that is of parameters with one dimension (lars and lamb never do)",
+        "weight_decay: also decay biases and norms, the parameters of one dimension (lars and lamb never do)",
         used_by="trainer",
         in_loop="give the optimizer a group of biases and norms with weight_decay=0",
     )
@@ -261,7 +262,7 @@ class Advanced:
     outer_momentum: float = option(
         0.9, "diloco: momentum of the outer Nesterov step", minimum=0, strategies=("diloco",), below=1
     )
-    keep_every: int | None = option(None, "keep every checkpoint whose step is a multiple of this, for ever", minimum=1)
+    keep_every: int | None = option(None, "always keep checkpoints whose step is a multiple of this", minimum=1)
     memory_frequency: int = option(
         10,
         "fsdp with max_restarts: every n steps each rank keeps a copy of its shards in another rank's memory",
@@ -278,7 +279,7 @@ class Advanced:
     )
     reference_throughput: float | None = option(
         None,
-        "samples per second of one rank, as measured: the speedup of the run against it is reported",
+        "measured samples per second of one rank, to report the speedup of the run",
         above=0,
     )
     tensorboard_histograms: int = option(

@@ -68,7 +68,7 @@ def loop_note(config: Settings) -> str:
     """
     unused = [name for name in config.changed(*FIELDS) if used_by(name) == {"trainer"}]
     values = "; ".join(f"{name} = {getattr(config, name)!r}: {in_loop(name)}" for name in unused)
-    return f"not used by a loop of your own: {values}" if unused else ""
+    return f"not used by your own loop: {values}" if unused else ""
 
 
 _BEFORE_RANKS = (

@@ -11,7 +11,7 @@ answers is the next leader. *unconfirmed*: this node has moved to it, and waits 
 *electing*: this node is the first; its launcher waits for the reports of the others (`recovery.launcher.node`) and
 leads if there are enough of them. A node that cannot know whether others go on without it ends.
 
-Every node sends few heartbeats to the leader, so few that all of them together do not grow with their number, and
+Every node sends few heartbeats to the leader, few enough that their sum does not grow with the number of nodes, and
 is watched by its neighbours in the ring of names, which report to the leader what they notice.
 """
 
@@ -45,7 +45,7 @@ _LEASE_SECONDS = 2.0
 _CONFIRM_SECONDS = 5.0
 """How much longer than two nodes may need to notice a lost leader a new one may take to say that it leads."""
 _BESIDE = 5
-"""For each lost node so many on both sides of it are asked whether they run."""
+"""For each lost node, this many on both sides of it are asked whether they run."""
 _FIRST_ASKED = 8
 """How many nodes are asked first which of them leads next; then four times as many, and so on."""
 

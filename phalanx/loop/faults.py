@@ -53,7 +53,7 @@ class InjectedFault(RuntimeError):
 
 
 class FaultPlan(Callback):
-    """Faults that happen during training: FaultPlan("kill:rank=2,step=50", "exception:rank=0,step=80")."""
+    """Injects faults during training: FaultPlan("kill:rank=2,step=50", "exception:rank=0,step=80")."""
 
     def __init__(self, *faults: Fault | str, folder: Path | str | None = None) -> None:
         """`folder`: where it is noted which faults have happened; `faults` in the run's folder by default."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Subclass and override what you need. `trainer` is a `RunningTrainer`."""
+    """Base class of callbacks: subclass it and override the hooks that you need. `trainer` is a `RunningTrainer`."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what must survive a resume or a lost rank, as plain values, equal on all ranks; None: nothing."""

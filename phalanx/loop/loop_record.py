@@ -36,7 +36,7 @@ NOT_RECORDED = (
 )
 CLOSED = "log: the Formation is closed, and its record with it. Log before f.close()."
 _UNREAD_STEPS = 50
-"""At least every so many steps losses are read, however seldom they are reported."""
+"""Losses are read at least every this many steps, however seldom they are reported."""
 
 
 class LoopRecord:

@@ -99,7 +99,7 @@ def convert_layers(
 def _multiply_in_fp8(model: nn.Module, notes: list[str]) -> Callable[[], None]:
     """Let the linear layers of the model's blocks multiply in 8 bits, and say so; return what undoes it."""
     layers, undo = feature("fp8-layers")(model, list(find_blocks(model).values()))
-    notes.append(f"mixed_precision = 'fp8': {layers} layers multiply in 8 bits where that is faster")
+    notes.append(f"mixed_precision = 'fp8': {layers} layers multiply in 8 bits if that is faster")
     return undo  # type: ignore[no-any-return]
 
 

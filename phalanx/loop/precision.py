@@ -57,7 +57,7 @@ class Precision:
 
 def _why_no_fp8(config: DistributedConfig, device: torch.device, *, by_engine: bool) -> str:
     if by_engine:
-        return f"{config.resolved_strategy} has a precision of its own"
+        return f"{config.resolved_strategy} has its own precision"
     if config.tensor_parallel > 1:
         return "layers that tensor_parallel splits have no products in 8 bits"
     why: str = feature("why-no-fp8")(device)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _STEPS_IN_CHECKPOINT = 1000
 _EARLY_STEPS = (2, 3, 5, 8)
 _UNREAD_STEPS = 50
-"""At least every so many steps losses are read, however seldom they are reported."""
+"""Losses are read at least every this many steps, however seldom they are reported."""
 
 
 class Reporter:

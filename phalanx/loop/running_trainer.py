@@ -15,7 +15,7 @@ from phalanx.observe.history import History
 
 
 class RunningTrainer(Protocol):
-    """The `trainer` of a callback: the run under way on this rank."""
+    """The `trainer` that a callback gets: the run in progress on this rank."""
 
     @property
     def config(self) -> DistributedConfig:

@@ -45,7 +45,7 @@ class CheckpointWriter:
         self.gives_back = False
         """Whether this process trains the model of the caller of fit, who has it after a failure, too."""
         self.weights_left = ""
-        """What the model has after a failure that left weights which are not finite; empty: what was trained."""
+        """What the model has after a failure that left weights which are not finite; empty: the trained weights."""
         self.saved_paths: dict[int, str] = {}
         """The checkpoints of this run by step, as they were after ranks had changed."""
 

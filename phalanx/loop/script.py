@@ -168,9 +168,9 @@ def stop_counting() -> None:
 
 
 def log(values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
-    """Record numbers of your own: `log({"critic": loss})` or `log("critic", loss)`.
+    """Log your own numbers: `log({"critic": loss})` or `log("critic", loss)`.
 
-    It goes to the loop under way: a trainer's, a `Formation`'s, or the script that `phalanx train --script` started.
+    They go to the running loop: a trainer's, a `Formation`'s, or the script that `phalanx train --script` started.
     `step`: the loop's own by default. `reduce`: "mean", "sum", "min" or "max" over the ranks, all of which then call
     this; by default the main rank's numbers count.
     """

@@ -285,7 +285,7 @@ class TimeLimit:
 
 def preempted_error(reason: str, step: int, checkpoint: str | None) -> PreemptedError:
     """Return the error of a run that was stopped, with the checkpoint to resume from."""
-    outcome = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint was saved, for no checkpoint_dir was set"
+    outcome = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint was saved, because no checkpoint_dir was set"
     hint = "Set checkpoint_dir to keep the progress of a run that is stopped."
     if checkpoint:
         hint = f"To resume, add resume_from_checkpoint={checkpoint!r} (--resume-from-checkpoint {checkpoint})."

@@ -224,7 +224,7 @@ class TrainLoop:
             if evaluation.within_epochs:
                 evaluation.after_step()
             self._save_or_stop(step)
-            if self.control.ending.early:  # by max_time: measure and report what was trained of this epoch
+            if self.control.ending.early:  # by max_time: measure and report the trained part of this epoch
                 batches.close()
                 self._end_epoch(epoch, whole=False)
             yield info

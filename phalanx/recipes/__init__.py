@@ -244,15 +244,15 @@ def load_recipe(name: str) -> Recipe:
         return recipe
     if name.endswith(".py"):
         raise UsageError(
-            f"'{name}' is a script, not a recipe", hint=f"To run a script of your own: phalanx train --script {name}"
+            f"'{name}' is a script, not a recipe", hint=f"To run your own script: phalanx train --script {name}"
         )
     hint = ""
     if file := next((f"{name}{ending}" for ending in _ENDINGS if Path(f"{name}{ending}").is_file()), ""):
         raise UsageError(f"unknown recipe '{name}'. Did you mean the file {file}?", hint=f"Write: phalanx train {file}")
     if "." in name:
         module, _, last = name.rpartition(".")
-        hint = f"To train a model of your own: phalanx train --model {module}:{last} --data {module}:load_data\n  "
-        hint += f"To run a module of your own: phalanx train -m {name}"
+        hint = f"To train your own model: phalanx train --model {module}:{last} --data {module}:load_data\n  "
+        hint += f"To run your own module: phalanx train -m {name}"
     raise UsageError(unknown_name("recipe", name, {*recipe_names(), *_installed()}), hint=hint)
 
 

@@ -41,7 +41,7 @@ def settle_strategy(
     """Choose fsdp where strategy = "auto" and whole copies of the training state would not fit on the ranks.
 
     The planner decides (`phalanx/tools/plan/auto.py`). It is asked only where nothing was chosen by the user and the
-    parameters are so many that it may matter: all ranks have the same facts, and decide alike.
+    there are enough parameters for it to matter: all ranks have the same facts, and decide alike.
     """
     undecided = config.strategy == "auto" and config.resolved_strategy == DEFAULT_STRATEGY
     chosen = config.changed("backend", *settings_with("layout"))

@@ -130,7 +130,7 @@ def _put_trained(result: JobResult, formation: Formation, task: TrainTask, *, ke
 
 
 def _trained_until(error: BaseException, formation: Formation, job: Job, loop: TrainLoop) -> None:
-    """Attach what was trained to an error, where this rank alone holds all of it: other ranks may have ended."""
+    """Attach the trained state to an error, if this rank alone holds all of it: other ranks may have ended."""
     config, mesh = job.config, formation.world.mesh
     apart = config.facts.shards or config.facts.has_servers or config.zero_stage or config.expert_parallel > 1
     if apart or formation.strategy.owns_step or mesh.dp_size < mesh.world_size or formation.world.env.local_rank != 0:
@@ -140,7 +140,7 @@ def _trained_until(error: BaseException, formation: Formation, job: Job, loop: T
     try:
         _put_trained(partial, formation, job.task, keep=True)
     except (RuntimeError, MemoryError) as second:  # of a GPU after its first error, or a full memory: not the cause
-        error.add_note(f"what was trained cannot be read any more: {second}")
+        error.add_note(f"the trained state can no longer be read: {second}")
         return
     error.partial_result = partial  # type: ignore[attr-defined]  # the worker sends it
 
@@ -250,7 +250,7 @@ def came_back(task: TrainTask, history: History | None = None) -> str:
     where = "the model" + (" and the optimizers" if several else " and the optimizer" * has_optimizer)
     if history is not None and history.loaded_best:
         return f"the state of step {history.best_step}, the best, is in {where}"
-    return f"what was trained is in {where}"
+    return f"the trained state is in {where}"
 
 
 def _watches(config: DistributedConfig, events: EventStream) -> Iterator[Callback]:

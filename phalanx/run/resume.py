@@ -224,7 +224,7 @@ def remove_run(run: StoredRun, folder: Path) -> bool:
 
 
 def how_to_resume(run: StoredRun) -> str:
-    """Return what is said after Ctrl-C: the command that continues the run, where it has a checkpoint."""
+    """Return the hint after Ctrl-C: the command that continues the run, where it has a checkpoint."""
     if run.checkpoints:
         last = int(run.checkpoints[-1].name.split("-")[1])  # step-00000100, with the run's id where a name was taken
         return f"interrupted; the last checkpoint is that of step {last}.\n  To resume: {resume_command(run)}"

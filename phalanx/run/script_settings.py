@@ -65,7 +65,7 @@ def _why(usage: ScriptUsage, target: ScriptTarget | ModuleTarget) -> str:
     if usage.users == SCRIPT:
         return f"{name} uses neither a Trainer nor a Formation of Phalanx"
     return (
-        f"{name} trains by a loop of your own"
+        f"{name} trains with your own loop"
         if usage.users == IN_SCRIPT["Formation"]
         else f"the ranks of {name} are those of a script"
     )

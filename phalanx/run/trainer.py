@@ -338,11 +338,11 @@ def _what_came(run_dir: Path, trained: str = "") -> str:
 
 
 class Trainer(TorchTrainer):
-    """Trains a model on all ranks as if they were one, by torch's DistributedDataParallel or any other strategy.
+    """Trains a model on all ranks as if they were one, with torch's DistributedDataParallel or any other strategy.
 
-    Every setting of `DistributedConfig` is an argument (`num_workers=2, batch_size=32, epochs=5, ...`), or give a whole
-    `config=`. In a plain Python process `fit` starts the ranks itself and the trained weights are in `model`
-    afterwards; in a rank that a launcher started, it joins the others.
+    Every setting of `DistributedConfig` is an argument (`num_workers=2, batch_size=32, epochs=5, ...`); or pass a whole
+    `config=`. In a plain Python process, `fit` starts the ranks itself and copies the trained weights back into
+    `model`; in a rank that a launcher started, it joins the others.
     """
 
     backend = "pytorch-ddp"

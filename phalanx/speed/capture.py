@@ -40,7 +40,7 @@ _MOST_MEMORY = 0.4
 """The share of the device's memory up to which a step is captured unless asked for: the activations of a smaller batch,
 which runs without the graph, are held beside the memory of the graph."""
 _PATIENCE = 50
-"""So many steps may pass without two equal ones in a row."""
+"""This many steps may pass without two equal ones in a row."""
 
 
 def why_not(formation: Formation) -> str:

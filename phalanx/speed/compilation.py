@@ -108,7 +108,7 @@ class CompileWatch:
 def compile_parts(parts: list[nn.Module], device: torch.device, notes: list[str]) -> list[Callable[[], None]]:
     """Compile parts of a model in place, and return what undoes it; without what torch needs, say so and do nothing."""
     if device.type == "cuda" and not torch_compat.has_triton():
-        notes.append("compile: Triton is not installed (pip install triton), so the model runs as it is written")
+        notes.append("compile: Triton is not installed (pip install triton), so the model runs uncompiled")
         return []
     return [compile_in_place(part) for part in parts]
 

@@ -129,7 +129,7 @@ def find_metric(text: str, key: str) -> Any:
     else:
         raise UsageError(
             f"metrics.{key}: {unknown_name('metric', text, METRICS)}",
-            hint=f"One of your own is written as package.module:function: --set metrics.{key}=my_metrics:{key}",
+            hint=f"Write your own as package.module:function: --set metrics.{key}=my_metrics:{key}",
         )
     return metric() if inspect.isclass(metric) else metric
 

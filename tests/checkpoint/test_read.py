@@ -31,7 +31,7 @@ DAMAGE = {
     "truncated shard": (
         "shard-00000.safetensors",
         truncate,
-        r"shard-00000\.safetensors is truncated: [\d,]+ bytes where the manifest says",
+        r"shard-00000\.safetensors is truncated: [\d,]+ bytes, but the manifest says",
     ),
     "changed shard": ("shard-00000.safetensors", flip_a_bit, r"shard-00000\.safetensors does not match its hash"),
     "missing rank file": ("rank-00000.pt", lambda path: path.unlink(), r"rank-00000\.pt is missing"),

@@ -63,7 +63,7 @@ def trained(tmp_path_factory):
         assert answer.code == 0, answer.text
         (events,) = Path("runs").glob("rows-*/events.jsonl")
         assert "columns used: a, b; left out (text): city" in events.read_text()
-        Path("imgs").rename("moved")  # what was trained on is not read again
+        Path("imgs").rename("moved")  # the training data are not read again
         Path("rows.csv").rename("moved.csv")
     return folder
 

@@ -1,4 +1,4 @@
-"""`phalanx serve` as a user starts it: a run answers on a port, and Ctrl-C ends it; what is wrong is said."""
+"""`phalanx serve` as a user starts it: a run answers on a port, and Ctrl-C ends it; mistakes are reported."""
 
 from __future__ import annotations
 

@@ -426,8 +426,8 @@ def scripts(tmp_path, monkeypatch):
     [
         ("plain", "epochs seed gradient-clipping heartbeat-timeout", "uses neither a Trainer nor a Formation"),
         ("logs", "epochs seed gradient-clipping heartbeat-timeout", "uses neither a Trainer nor a Formation"),
-        ("loop", "gradient-clipping heartbeat-timeout", "trains by a loop of your own"),
-        ("beside", "epochs gradient-clipping heartbeat-timeout", "trains by a loop of your own"),
+        ("loop", "gradient-clipping heartbeat-timeout", "trains with your own loop"),
+        ("beside", "epochs gradient-clipping heartbeat-timeout", "trains with your own loop"),
         ("trains", "heartbeat-timeout", "the ranks of trains.py are those of a script"),
         ("reads", "heartbeat-timeout", "the ranks of reads.py are those of a script"),
     ],
@@ -444,7 +444,7 @@ def test_settings_of_a_script_from_a_file_are_named(scripts, capsys, tmp_path):
     assert main(arguments) == 0
     error = capsys.readouterr().err
     assert (
-        "warning: settings without effect, for loop.py trains by a loop of your own: gradient_clipping = 1.0: call"
+        "warning: settings without effect, for loop.py trains with your own loop: gradient_clipping = 1.0: call"
         in error
     )
     assert "stop_grace" not in error

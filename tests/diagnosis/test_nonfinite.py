@@ -1,4 +1,4 @@
-"""A loss that is not finite: the batch that caused it is named, and what is said of the weights is true."""
+"""A loss that is not finite: the batch that caused it is named, and the message about the weights is true."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_lost_weights_are_called_lost(monkeypatch):
     monkeypatch.setattr("phalanx.loop.last_finite._MOST_BYTES", 0)
     error, model = fit(spoilt("inputs", float("nan")), epochs=2)
     assert "the weights in the model are not finite, and lost, and no checkpoint was saved" in error.__notes__[0]
-    assert "what was trained is in the model" not in str(error.__notes__)
+    assert "the trained state is in the model" not in str(error.__notes__)
     assert not model.weight.isfinite().all()
 
 

@@ -138,7 +138,7 @@ def test_a_run_that_fails_and_what_it_leaves_are_reported(tmp_path, monkeypatch)
     ("words", "said"),
     [
         (["--fault", "kil:rank=1,step=5"], "Did you mean 'kill'"),
-        (["--fault", "kill:rank=1"], "after which step"),
+        (["--fault", "kill:rank=1"], "needs step=N"),
         (["--fault", "kill:rnk=1,step=5"], "rank"),
         (["--fault", "kill:rank=7,step=5"], "ranks 0 to 1"),
         (["--fault", "kill:step=500"], "the run has 30 steps"),

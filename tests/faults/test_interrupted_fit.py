@@ -1,4 +1,4 @@
-"""Ctrl-C in `fit` of a script or notebook: what was trained is in the caller's model, and the exception says so."""
+"""Ctrl-C in `fit` of a script or notebook: the trained state is in the caller's model, and the exception says so."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_was_trained_comes_back_and_training_goes_on(ranks, capfd):
     saved = sorted(Path("kept").glob("step-*"))[-1]
     step = int(saved.name.split("-")[1])
     assert text.startswith(f"stopped by Ctrl-C after step {step}: checkpoint {saved}")
-    assert text.endswith("what was trained is in the model and the optimizer")
+    assert text.endswith("the trained state is in the model and the optimizer")
     written = nn.Linear(4, 2)
     PyTorchDDPTrainer(written, device="cpu").load(saved)
     assert torch.equal(trainer.model.weight, written.weight), "the weights of the checkpoint at that step"
@@ -104,7 +104,7 @@ def test_what_was_trained_comes_back_from_other_engines(kind, needs, monkeypatch
     settings = {"num_workers": 2, "batch_size": 4, "device": "cpu", "progress": False}
     trainer = getattr(phalanx, kind)(model, optimizer=optimizer, callbacks=[Presses()], **settings)
     text = interrupted(trainer, 2)
-    assert text.endswith("what was trained is in the model and the optimizer")
+    assert text.endswith("the trained state is in the model and the optimizer")
     assert not torch.equal(model.weight, before)
     assert len(optimizer.state) == 2
     assert [run.status for run in list_runs()] == ["interrupted"]
@@ -112,8 +112,8 @@ def test_what_was_trained_comes_back_from_other_engines(kind, needs, monkeypatch
 
 def test_the_text_says_that_no_checkpoint_was_saved():
     text = interrupted(trainer_of(1, callbacks=[Presses()]), 1)
-    expected = "stopped by Ctrl-C after step 3: no checkpoint was saved, for no checkpoint_dir was set"
-    assert text == f"{expected}; what was trained is in the model and the optimizer"
+    expected = "stopped by Ctrl-C after step 3: no checkpoint was saved, because no checkpoint_dir was set"
+    assert text == f"{expected}; the trained state is in the model and the optimizer"
 
 
 def test_a_second_ctrl_c_ends_one_rank_at_once():
@@ -134,7 +134,7 @@ def test_one_line_says_what_a_fit_has_left_after_sigterm(capfd):
         trainer.fit(DATA, epochs=100_000)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("phalanx: stopped by SIGTERM")]
     assert (
-        "stopped by SIGTERM after step 3: checkpoint kept/step-00000003; what was trained is in the model and" in line
+        "stopped by SIGTERM after step 3: checkpoint kept/step-00000003; the trained state is in the model and" in line
     )
 
 
@@ -144,8 +144,8 @@ def test_one_line_says_what_a_fit_has_left_after_max_time(ranks, capfd):
     step = trainer.fit(DATA, epochs=100_000, max_time=0.5).epochs[-1].step
     states = trainer.optimizer.state
     assert [int(states[each]["step"]) for each in trainer.model.parameters()] == [step, step]
-    ended = f"max_time of 0.5 s reached after step {step}: no checkpoint was saved, for no checkpoint_dir was set; "
-    assert ended + "what was trained is in the model and the optimizer" in capfd.readouterr().err
+    ended = f"max_time of 0.5 s reached after step {step}: no checkpoint was saved, because no checkpoint_dir was set; "
+    assert ended + "the trained state is in the model and the optimizer" in capfd.readouterr().err
 
 
 class Raises(Callback):
@@ -160,7 +160,7 @@ def test_an_error_on_one_rank_says_what_the_caller_has():
         trainer.fit(DATA, epochs=5)
     (note,) = failed.value.__notes__
     assert note.startswith(
-        "after step 20, what was trained is in the model and the optimizer, and the last checkpoint is "
+        "after step 20, the trained state is in the model and the optimizer, and the last checkpoint is "
     )
     assert note.endswith("step-00000015")
     assert int(trainer.optimizer.state[trainer.model.weight]["step"]) == 20
@@ -170,7 +170,7 @@ def test_an_error_of_all_ranks_gives_back_what_was_trained():
     trainer = trainer_of(2, callbacks=[Raises()])
     with pytest.raises(PhalanxError, match="of the user") as failed:
         trainer.fit(DATA, epochs=5)
-    start = "after step 20, what was trained is in the model and the optimizer"
+    start = "after step 20, the trained state is in the model and the optimizer"
     assert failed.value.__notes__ == [f"{start}, and no checkpoint was saved"]
     assert int(trainer.optimizer.state[trainer.model.weight]["step"]) == 20
     assert trainer.history is not None

@@ -96,7 +96,7 @@ class Cluster:
             )
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until rank 0 has logged so many steps."""
+        """Wait until rank 0 has logged this many steps."""
         deadline = time.monotonic() + 240
         while max([event["step"] for event in self.events("step")], default=0) < step:
             assert time.monotonic() < deadline, self.outputs()
@@ -367,7 +367,7 @@ CASES: dict[str, tuple[int, tuple[Fault, ...], Callable[[Cluster], None], tuple[
 
 
 def wait_for_losses(one: Cluster, count: int) -> None:
-    """Wait until so many losses were decided, and ten steps longer."""
+    """Wait until this many losses were decided, and ten steps longer."""
     deadline = time.monotonic() + 120
     while len(decisions_of(one)) < count and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -201,7 +201,7 @@ def test_a_missing_template_and_missing_data_are_named(place, fork_server):
     assert "the chat template is missing" in answer.text
     assert "--set data.template=plain" in answer.text
     answer = phalanx("train", "dpo")
-    assert "the recipe 'dpo' reads your files" in answer.text
+    assert "the recipe 'dpo' needs your files" in answer.text
 
 
 def test_the_recipes_know_every_preset_of_their_model():

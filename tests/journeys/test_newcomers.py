@@ -56,7 +56,7 @@ class Prompt:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=long_proof)])
 def test_the_notebook_user(ranks, tmp_path):
-    """Fit, Ctrl-C, evaluate, fit again: what was trained before the Ctrl-C is there and is trained further."""
+    """Fit, Ctrl-C, evaluate, fit again: the weights at the Ctrl-C are there and are trained further."""
     prompt = Prompt(tmp_path)
     prompt.type("import torch; from torch import nn; from phalanx import Trainer; from phalanx.zoo.data import load")
     prompt.type("_ = torch.manual_seed(0); train, val = load('digits'), load('digits', split='val')")

@@ -129,7 +129,7 @@ def test_a_language_model_chooses_endings_and_has_a_perplexity():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("train", "bert-qa"), "the recipe 'bert-qa' reads your files"),
+        (("train", "bert-qa"), "the recipe 'bert-qa' needs your files"),
         (("train", "bert-qa", "--data", ".", "--set", "model.pretrained=nope"), "nope"),
         (("data", "make", "question", "--out", "x"), "Did you mean 'questions'?"),
         (("data", "make", "questions", "--out", "x", "--count", 1), "count is 10 or more"),

@@ -316,11 +316,11 @@ def test_one_line_says_what_a_fit_that_ended_early_has_left(capsys):
         return capsys.readouterr().err.splitlines()[-1]
 
     assert stopped() == (
-        "phalanx: enough after step 3: no checkpoint was saved, for no checkpoint_dir was set; what was trained is in "
-        "the model"
+        "phalanx: enough after step 3: no checkpoint was saved, because no checkpoint_dir was set; the trained "
+        "state is in the model"
     )
     assert stopped(checkpoint_dir="kept").endswith(
-        "after step 3: checkpoint kept/step-00000003; what was trained is in the model"
+        "after step 3: checkpoint kept/step-00000003; the trained state is in the model"
     )
 
 

@@ -78,7 +78,7 @@ def test_a_shared_config_is_named_once(capfd):
             f.backward((model(inputs) - targets).square().mean())
             optimizer.step()
     error = capfd.readouterr().err
-    assert error.count("not used by a loop of your own: ") == 1
+    assert error.count("not used by your own loop: ") == 1
     assert "gradient_clipping = 1.0: call f.clip_grad_norm(1.0)" in error
     assert "warmup = 10: make a torch scheduler" in error
 

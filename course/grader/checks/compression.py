@@ -380,7 +380,7 @@ def quantization(module: ModuleType, seed: int) -> None:
 
 
 def _check_largest(encode: Any) -> None:
-    """Quantize so many equal entries that a random number just below 1 is among those added to them."""
+    """Quantize enough equal entries that a random number just below 1 is among those added to them."""
     gradient = torch.full((4_000_000,), 3.0)
     values, _ = encode(gradient)
     turned = int((values < 0).sum())

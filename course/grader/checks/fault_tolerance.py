@@ -44,7 +44,7 @@ class Cluster:
         return lambda: self.time + offset
 
     def step(self, number: int, durations: dict[int, float], seconds: float = 99.0) -> dict[int, str]:
-        """Play one step: ranks compute for so long, then wait for the slowest; return the last verdict."""
+        """Play one step: ranks compute for these times, then wait for the slowest; return the last verdict."""
         for rank in durations:
             self.ranks[rank].progress(number, waiting=False)
         reached: set[int] = set()

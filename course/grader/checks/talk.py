@@ -1,4 +1,4 @@
-"""What graders of messages between ranks share: runs whose failures are explained in the words of the exercise."""
+"""What graders of messages between ranks share: runs whose failures are explained in terms of the exercise."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from phalanx.config.rows import Backend, StrategyFacts, StrategyRow
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedSettings:
-    """DeepSpeed's JSON, and what its offload to NVMe needs."""
+    """DeepSpeed's JSON file, and offload to NVMe."""
 
     deepspeed_config: Mapping[str, Any] | str | None = option(
         None,

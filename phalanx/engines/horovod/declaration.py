@@ -10,7 +10,7 @@ from phalanx.config.rows import Backend, Package, StrategyFacts, StrategyRow
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodSettings:
-    """What horovodrun and Horovod's optimizer have besides the settings of all engines."""
+    """Options of horovodrun and of Horovod's optimizer."""
 
     host_discovery_script: str | None = option(
         None,

@@ -21,7 +21,7 @@ _COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
 
 
 class HorovodTrainer(TorchTrainer):
-    """Trains a model on all ranks as if they were one, by Horovod's all-reduce.
+    """Trains a model on all ranks as if they were one, with Horovod's all-reduce.
 
     Works in a rank that horovodrun started, with hvd.init() called before or not, and in a plain script, where `fit`
     starts horovodrun itself (`num_workers=4`, `hosts="node1:8,node2:8"`). Arguments are those of `Trainer`;

@@ -33,7 +33,7 @@ class RaySettings:
     )
     placement: str = option(
         "pack",
-        "ranks on as few nodes as possible (pack) or as many (spread); strict: or the run does not start",
+        "place ranks on as few nodes as possible (pack) or on as many (spread); strict: else do not start",
         choices=("pack", "spread", "strict-pack", "strict-spread"),
         backends=("ray",),
         scope="machine",

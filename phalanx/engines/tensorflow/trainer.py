@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 
 class TensorFlowDistributedTrainer:
-    """Trains what `model_fn` builds: in one process with a replica per device (`strategy="mirrored"`), a process per
-    worker (`"multiworker"`), or workers with parameter servers (`"parameter-server"`).
+    """Trains the Keras model that `model_fn` builds.
+
+    It trains in one process with a replica per device (`strategy="mirrored"`), in a process per worker
+    (`"multiworker"`), or in workers with parameter servers (`"parameter-server"`).
 
     `model_fn` returns a compiled Keras model; it is called in the strategy's scope, on every worker. Every setting of
     `DistributedConfig` that Keras can follow is an argument. After `fit`, `model` has the trained weights.

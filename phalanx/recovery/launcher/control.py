@@ -197,7 +197,7 @@ class ElasticControl:
             self._handle(event)
 
     def _on_lost_leader(self, event: LeaderLost) -> None:
-        self._context.console.notice(f"the node {event.host}, which decided about the ranks, was lost")
+        self._context.console.notice(f"the node {event.host}, which led the run, was lost")
         self._handle(event)
 
     def _ask_for_ranks(self) -> None:

@@ -58,7 +58,7 @@ class ScaleRequests:
     def take(self, after: float = 0.0) -> int | None:
         """Return the number of ranks that is asked for, and remove the request; None without one.
 
-        `after`: only if it has been there for so many seconds.
+        `after`: only if it has been there for this many seconds.
         """
         request = self._log_dir / _REQUEST
         try:

@@ -252,7 +252,7 @@ class ElasticSurvivor(Survivor):
             return None
         gate = loop.formation.gradients.gate
         if gate is not None and gate.has_lost_state:
-            loop.report.say("a step of this rank could not be undone: it takes the state of another one", "warning")
+            loop.report.say("could not roll back the last step; copying the state of another rank", "warning")
             return None
         return super()._capture(loop, boundary)
 

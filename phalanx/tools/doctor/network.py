@@ -106,7 +106,7 @@ def _cards(machine: HostReader) -> Iterator[CheckResult]:
         if card.up and card.speed and card.speed >= _FAST and card.mtu < 4000:
             text = f"{card.name} has {card.speed / 1000:g} Gb/s with MTU {card.mtu}: small packets cost the CPU"
             yield CheckResult(
-                "note", "network", text, f"ip link set {card.name} mtu 9000 (root), where the switches allow it"
+                "note", "network", text, f"ip link set {card.name} mtu 9000 (root), if the switches allow it"
             )
 
 

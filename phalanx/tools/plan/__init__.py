@@ -1,4 +1,4 @@
-"""The planner: which layout fits a model on a cluster, how fast it is, what it costs, and why.
+"""The planner: recommends a parallel layout for a model on a cluster, and predicts its speed, memory and cost.
 
 `phalanx.plan(model, cluster, goal)` returns a `Plan`; `phalanx.plan.estimate(model, cluster, layout, goal)` predicts
 one layout. Neither imports torch, unless the model is a module that must be traced.

@@ -32,7 +32,7 @@ Fitted to runs of MPT and NeMo with Transformer Engine on H100. Phalanx's own pr
 (32,768 x 768 x 3,072: 0.145 ms instead of 0.22), and round their operands besides.
 """
 FP8_OUTPUTS, FP8_WEIGHT = 1536, 800
-"""Where Phalanx has products in fp8 (`speed/fp8.py`): from so many output features on; for the gradient of a weight,
+"""Where Phalanx has products in fp8 (`speed/fp8.py`): from this many output features on; for the gradient of a weight,
 from so much in x out / (in + out) on."""
 FP8_ROUNDING = 3.0
 """Bytes that rounding a value to fp8 moves: it is read in bf16 and written."""

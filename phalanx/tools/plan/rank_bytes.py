@@ -23,7 +23,7 @@ half: logits in half precision and in fp32, log-probabilities; then log-probabil
 each tensor-parallel rank has its part of the vocabulary. compiled: fused, but for the logits that the model returns.
 """
 CHUNK_LOGITS, CHUNK_TOKENS, HELD_LOGITS = 2**29, 1024, 2**31
-"""Logits that Phalanx's decoders have at once in training, in multiples of so many tokens (`zoo/models/loss.py`)."""
+"""Logits that Phalanx's decoders have at once in training, in multiples of this many tokens (`zoo/models/loss.py`)."""
 
 
 def published_layer_bytes(

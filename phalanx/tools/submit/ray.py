@@ -43,7 +43,7 @@ class RayOptions(PodOptions):
         "job: on a cluster that runs (--address); rayjob, raycluster: YAML for KubeRay, which starts one",
         choices=("job", "rayjob", "raycluster"),
     )
-    entrypoint_cpus: float = option(0.0, "cores that the command itself reserves, beside the ranks", minimum=0)
+    entrypoint_cpus: float = option(0.0, "cores that the command itself reserves, besides the ranks", minimum=0)
 
 
 class RayJobs(Target[RayOptions]):

@@ -71,7 +71,7 @@ class SlurmOptions(CommonOptions):
     array: str | None = option(None, "sbatch --array: 0-7 runs eight times; each has its own run folder")
     start: str = option(
         "launcher",
-        "who starts the ranks: one launcher per node, which restarts and watches them (launcher), or srun",
+        "what starts the ranks: one launcher per node, which restarts and watches them (launcher), or srun",
         choices=("launcher", "srun"),
     )
     container: str = option(
@@ -80,9 +80,9 @@ class SlurmOptions(CommonOptions):
         choices=("none", "pyxis", "apptainer"),
     )
     mounts: str | None = option(
-        None, "container: host paths that ranks see beside the folder of the command, /data:/data,/scratch"
+        None, "container: host paths that ranks see besides the folder of the command, /data:/data,/scratch"
     )
-    requeue: bool = option(True, "put the job back into the queue when it was preempted, timed out or lost a node")
+    requeue: bool = option(True, "requeue the job if it was preempted, timed out or lost a node")
     sbatch: str | None = option(None, "more options for sbatch, as they are: '--reservation=x --mail-type=END'")
 
 

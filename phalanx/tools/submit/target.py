@@ -70,7 +70,7 @@ class CommonOptions:
     time_limit: str | None = option(None, "longest duration: 30m, 12h, 2d; the run saves and ends before it")
     image: str | None = option(None, "container image with phalanx in it")
     venv: str | None = option(None, "virtual environment on the nodes that has phalanx (default: this one)")
-    uv: bool = option(False, "make the environment on each node by uv, from the uv.lock of this folder")
+    uv: bool = option(False, "create the environment on each node with uv, from the uv.lock of this folder")
     uv_sync: str | None = option(None, "more options for `uv sync --frozen`, as they are: '--extra cu128 --no-dev'")
     ship: str | None = option(
         None,

@@ -71,7 +71,7 @@ def verify(
     own_loop: bool = False,
     **settings: Any,
 ) -> Verdict:
-    """Prove that a layout trains a model like one process; the settings are those of `DistributedConfig`.
+    """Prove that a layout trains a model like one process; takes the settings of `DistributedConfig`.
 
     `model` is a module or a function that makes one, `data` a data set or a DataLoader over one. The verdict is true
     when they agree, and printing it shows the tables. With `resume` a stopped and resumed run is

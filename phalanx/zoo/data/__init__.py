@@ -76,7 +76,7 @@ def check_name(name: str) -> None:
         find_places(name)  # which names the nearest one
     raise UsageError(
         unknown_name("data set", name, _DATASETS),
-        hint="Data of your own is written as package.module:function, or as the path of its files: ./my-data",
+        hint="Write your own data as package.module:function, or as the path of its files: ./my-data",
     )
 
 

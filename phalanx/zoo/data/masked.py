@@ -23,7 +23,7 @@ from phalanx.zoo.t5_tokens import T5_END, T5_PAD
 
 _RATE: Limits = {"above": 0, "below": 1}
 _MASKED, _RANDOM = 0.8, 0.1
-"""Of the tokens of hidden words: so many become the mask, so many any token; the rest stays, as in BERT."""
+"""Shares of the tokens of hidden words that become the mask or a random token; the rest stays, as in BERT."""
 _SPECIAL = 3
 """Padding, end and unknown come before the bytes, as in ByT5."""
 _MULTIPLIER = -7046029254386353131  # 2^64 / the golden ratio, as a signed number
@@ -285,7 +285,7 @@ def spans(
 
 def _check_tokenizer(tokenizer: str | None, root: Root | None) -> None:
     if tokenizer is not None and root is None:
-        raise UsageError("tokenizer is for texts of your own", hint="Write: --data ./my-texts, as well.")
+        raise UsageError("tokenizer is for your own texts", hint="Write: --data ./my-texts, as well.")
 
 
 def _windows(

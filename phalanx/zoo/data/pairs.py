@@ -134,7 +134,7 @@ def pairs(
             raise DataError(f"{root} holds no pairs. {'; '.join(rows.notes)}".strip())
         return TextPairs(rows, tokenizer, seq_len, target_len or seq_len, str(root), rows.notes)
     if tokenizer is not None:
-        raise UsageError("tokenizer is for texts of your own", hint="Write: --data ./my-pairs, as well.")
+        raise UsageError("tokenizer is for your own texts", hint="Write: --data ./my-pairs, as well.")
     for task in [tasks] if isinstance(tasks, str) else tasks:
         if task not in TASKS:
             raise UsageError(unknown_name("task", task, TASKS, of="drawn pairs"))

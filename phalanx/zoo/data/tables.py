@@ -118,7 +118,7 @@ def target_type_of(feature: Any) -> str:
 def classes_of(kind: str, training: list[Path], table: Any, target: str, *, of_texts: bool) -> list[str]:
     """Return the names of the labels, as the training files have them; empty if there are too many numbers for labels.
 
-    `of_texts`: whole numbers are labels in any case, since what is said of a text is a class.
+    `of_texts`: whole numbers are labels in any case, since a statement about a text is a class.
     """
     feature = table.features.get(target)
     if hasattr(feature, "names"):

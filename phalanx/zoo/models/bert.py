@@ -250,7 +250,7 @@ class Bert(nn.Module):
         return self.config.task == "mlm"
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return which module is split how under tensor parallelism, in the words of `models.contract`."""
+        """Return which module is split how under tensor parallelism, in the terms of `models.contract`."""
         if self.config.task in ("classify", "regress"):
             raise UsageError(
                 "tensor_parallel splits texts, and a BERT for classes or numbers needs the first token of each alone",

@@ -105,7 +105,7 @@ class GPT(Decoder):
         return self.finish(hidden, targets)
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return which module is split how under tensor parallelism, in the words of `models.contract`."""
+        """Return which module is split how under tensor parallelism, in the terms of `models.contract`."""
         return {
             "embed.tokens": contract.EMBEDDING_ROWWISE,
             "embed.positions": contract.EMBEDDING_POSITIONS,

@@ -172,7 +172,7 @@ class Llama(Decoder):
         return rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return which module is split how under tensor parallelism, in the words of `models.contract`."""
+        """Return which module is split how under tensor parallelism, in the terms of `models.contract`."""
         return {
             "embed": contract.EMBEDDING_ROWWISE,
             "layers.*.attention_norm": contract.SEQUENCE,

@@ -114,6 +114,6 @@ def _find(name: str) -> tuple[str, str]:
     if name not in _MODELS:
         raise UsageError(
             unknown_name("model", name, _MODELS),
-            hint="A model of your own is written as package.module:Class, or as the path of its folder: ./my-model",
+            hint="Write your own model as package.module:Class, or as the path of its folder: ./my-model",
         )
     return _MODELS[name]

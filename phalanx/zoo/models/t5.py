@@ -273,7 +273,7 @@ class T5(nn.Module):
         return [(layer, "forward") for stack in (self.encoder, self.decoder) for layer in stack.layers]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return which module is split how under tensor parallelism, in the words of `models.contract`."""
+        """Return which module is split how under tensor parallelism, in the terms of `models.contract`."""
         layer = {"attention_norm": contract.SEQUENCE, "feed_norm": contract.SEQUENCE, "feed": contract.GATHER}
         layer |= {"feed.expand": contract.COLWISE, "feed.project": contract.ROWWISE}
         if self.config.activation == "gated-gelu":

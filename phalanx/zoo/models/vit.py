@@ -156,7 +156,7 @@ class ViT(nn.Module):
         return [(layer, "forward") for layer in self.layers]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return which module is split how under tensor parallelism, in the words of `models.contract`.
+        """Return which module is split how under tensor parallelism, in the terms of `models.contract`.
 
         Patches plus class make an odd number, so the sequence stays whole and the norms are not named.
         """

@@ -291,7 +291,7 @@ REFUSED = {
 
 
 def refusals() -> dict[str, str]:
-    """Return what is said to each of the unsupported settings."""
+    """Return the message for each unsupported setting."""
     found = {}
     for name in REFUSED:
         with pytest.raises(UsageError) as caught:

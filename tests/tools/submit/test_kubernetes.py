@@ -52,7 +52,7 @@ def phalanx(capsys):
 
 def rendered(phalanx, target: str, *words: str) -> list[dict]:
     said = phalanx("submit", target, *words, "--job-name", "demo", "--render")
-    return list(yaml.safe_load_all(said.partition("\nphalanx: ")[0]))  # less what is said on standard error
+    return list(yaml.safe_load_all(said.partition("\nphalanx: ")[0]))  # without standard error
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def test_from_python_with_a_loader_and_its_batch_size():
         ),
         (("digits", "--out", "here"), "--out is for a run under faults, such as --faults 10"),
         (("digits", "--set", "model.dropout=0.1"), "--set is for a run under faults"),
-        (("digits", "--faults", "2", "--own-loop", "--max-steps", 9), "--own-loop is a proof of its own"),
+        (("digits", "--faults", "2", "--own-loop", "--max-steps", 9), "--own-loop cannot be combined"),
         (
             ("digits", "--json", "found.json"),
             "--json takes no file: it prints on standard output\n  Write: --json > FILE",
@@ -286,7 +286,7 @@ def test_the_meaning_of_validation_files_is_proved(monkeypatch):
     ("words", "said"),
     [
         (("--case", "late-label"), "Did you mean 'late-labels'?"),
-        (("--case", "late-labels", "digits"), "'digits' does not go with --case"),
+        (("--case", "late-labels", "digits"), "'digits' cannot be combined with --case"),
         (("--case", "changed-loss", "--device", "cpu"), "changed-loss needs a GPU"),
         (("--case", "late-labels", "--device", "cpu", "--num-workers", 16), "8 samples in its first batch"),
     ],

@@ -101,7 +101,7 @@ def test_pieces_of_a_word_belong_together(pieces):
 def test_bad_options_are_said(tmp_path):
     with pytest.raises(UsageError, match=r"rate = 1.5: must be below 1"):
         masked(rate=1.5)
-    with pytest.raises(UsageError, match="tokenizer is for texts of your own"):
+    with pytest.raises(UsageError, match="tokenizer is for your own texts"):
         masked(tokenizer="folder")
     nothing = Tokenizer("a")
     nothing.mask_token_id = None

@@ -139,7 +139,7 @@ def test_pairs_are_rows_of_files_or_drawn(tmp_path):
     [
         ({"tasks": ["sortt"]}, "task 'sortt' of drawn pairs.*Did you mean 'sort'"),
         ({"seq_len": 1}, "seq_len = 1"),
-        ({"tokenizer": "somewhere"}, "tokenizer is for texts of your own"),
+        ({"tokenizer": "somewhere"}, "tokenizer is for your own texts"),
     ],
 )
 def test_wrong_options_of_pairs(options, said):

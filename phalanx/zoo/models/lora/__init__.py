@@ -142,7 +142,7 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
 def merge_lora(model: Model) -> Model:
     """Add the adapters to the weights, in place: the same outputs without the extra work.
 
-    To train on, `unmerge_lora` first. Weights in 4 bits become plain ones, as sums of both do not fit into 4 bits.
+    Call `unmerge_lora` before you continue training. 4-bit weights become plain ones, because the sums need more bits.
     """
     restore_base(model)
     for name, adapter in adapters(model).items():

@@ -37,7 +37,7 @@ _NOT_READ = (
 
 
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write a model's adapters as PEFT does. With a model that is sharded over ranks, all ranks must call this."""
+    """Write a model's adapters in PEFT's format. If the model is sharded over ranks, all ranks must call this."""
     by_layer = adapters(model)
     if not by_layer:
         raise ModelError(f"{type(model).__name__} has no adapters to save.", hint="phalanx.lora(model) gives it some.")
@@ -60,7 +60,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Read adapters that PEFT or `save_adapter` wrote into a model; one without adapters gets them, and is frozen."""
+    """Load adapters of PEFT or `save_adapter` into a model; a model without adapters gets them, and is frozen."""
     path = Path(folder)
     config = read_json(path / CONFIG)
     _check_config(config)

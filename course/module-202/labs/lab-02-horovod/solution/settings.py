@@ -22,7 +22,7 @@ class Job:
     backward_ms: float
     """From the first gradient to the last."""
     messages: int
-    """About so many all-reduces per step: few enough to pay little latency, enough to overlap with backward."""
+    """About this many all-reduces per step: few enough to pay little latency, enough to overlap with backward."""
     memory: int
     """Bytes that the fusion buffer may take."""
     hosts: int = 1
