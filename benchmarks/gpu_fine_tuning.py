@@ -9,7 +9,9 @@ sequences of sft, both answers of dpo's pairs, and the answers that grpo has dra
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
+import multiprocessing
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -123,8 +125,11 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}, torch {torch.__version__}, preset {arguments.preset}", flush=True)
     print(f"{'':20} {'tokens/s':>10} {'s/step':>8} {'GiB':>7}", flush=True)
+    # Each in a process of its own: compiled code and the peak of the memory are those of a process.
+    processes = multiprocessing.get_context("spawn")
     for name in arguments.only:
-        tokens, seconds, memory = measure(ROWS[name], arguments.preset)
+        with concurrent.futures.ProcessPoolExecutor(1, processes) as pool:
+            tokens, seconds, memory = pool.submit(measure, ROWS[name], arguments.preset).result()
         print(f"{name:20} {tokens:>10,.0f} {seconds:>8.3f} {memory:>7.1f}", flush=True)
 
 
