@@ -45,15 +45,13 @@ def a_plan(answer: Answer) -> None:
 
 def errors_of_the_planner(answer: Answer) -> None:
     mean, fitted, other, unfitted = numbers(
-        "within #% on average of the # published ones that they were fitted to, and #% too long for the # that they "
-        "were not",
+        "within #% on average of the # published ones that they were fitted to, and #% of the # that they were not",
         PROMISES,
     )
     rows = re.findall(r"^([a-z0-9+, -]+?) +(\d+) rows +mean ([\d.]+)% +worst", answer.out, re.MULTILINE)
     groups = {name: (int(count), float(error)) for name, count, error in rows}
     others = groups["ibm + meta, not fitted"]
     assert (others[0], round(others[1])) == (unfitted, other)
-    assert all(error >= 0 for error in map(float, re.findall(r"^ibm.*?([+-][\d.]+)%$", answer.out, re.MULTILINE)))
     of_fit = [groups[name] for name in ("megatron + recomputation", "mpt", "nemo", "nemo fp8")]
     assert sum(count for count, _ in of_fit) == fitted
     assert sum(count * error for count, error in of_fit) / fitted <= mean

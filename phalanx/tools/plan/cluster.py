@@ -60,6 +60,8 @@ class Link:
     """Share of the line rate that large messages reach."""
     per_machine: bool = False
     """Whether all GPUs of a node share one adapter of this kind."""
+    disturbs: float = 1.0
+    """How much more time a byte takes from computation than in published runs: learned by `--calibrate-from`."""
     source: str = ""
 
 

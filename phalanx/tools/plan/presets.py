@@ -250,7 +250,8 @@ def _learned(device: Gpu, inside: Link, between: Link, factors: Mapping[str, Any
         launch_us=device.launch_us * kernels,
         reserve_gib=max(0.0, device.reserve_gib + factors["memory_gib"]),
     )
-    return device, replace(inside, gbps=inside.gbps / links), replace(between, gbps=between.gbps / links)
+    inside, between = (replace(link, gbps=link.gbps / links, disturbs=links) for link in (inside, between))
+    return device, inside, between
 
 
 def names(kind: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from phalanx.tools.plan.cluster import Gpu, Group, Link, collective_seconds, group_of, send_seconds
+from phalanx.tools.plan.cluster import VOLUME, Gpu, Group, Link, collective_seconds, group_of, send_seconds
 from phalanx.tools.plan.kernels import TRAFFIC, WIDTH, Passes, head_passes, layer_passes, peak, traffic_seconds
 from phalanx.tools.plan.model import ModelShape, TracedShape
 from phalanx.tools.plan.plans import TIME_PARTS, Goal, Layout, repeated_share
@@ -19,7 +19,10 @@ from phalanx.world.splits import SCHEDULES
 
 HIDDEN = 0.19
 """Share of the data axis' communication that costs no time while a rank computes: nccl's kernels take multiprocessors
-and memory bandwidth from it (published FSDP runs)."""
+and memory bandwidth from it (published FSDP runs with 1,600 Gbit/s per node)."""
+PUBLISHED_GBPS = 0.9 * 200.0
+"""GB/s between the nodes of those runs. What communication takes from a computation follows from its bytes: over a
+slower link they travel for longer and take no more."""
 RING_HIDES = 0.8
 """Share of attention's time behind which a ring sends keys and values: blocks are sent while others are computed."""
 VARIATION = 0.02
@@ -286,18 +289,41 @@ def _add_data_axis(
     spent = hidden = 0.0
     if shards.size > 1:
         layers = stage.layers
-        gather = layers * machine.time("all_gather", parameters * width / layers, shards)
-        scatter = layers * machine.time("reduce_scatter", trained * reduced / layers, shards)
+        gather = layers * _exchange(machine, "all_gather", parameters * width / layers, shards)
+        scatter = layers * _exchange(machine, "reduce_scatter", trained * reduced / layers, shards)
         spent, hidden = _sharded(layout, gather, scatter, stage, count)
     if copies.size > 1:
         gradients = trained / shards.size * reduced
-        more, covered = _beside(stage.backward, machine.time("all_reduce", gradients, copies))
+        more, covered = _beside(stage.backward, _exchange(machine, "all_reduce", gradients, copies))
         spent, hidden = spent + more, hidden + covered
     step.parts["data_comm"] += spent
     step.hidden["data_comm"] = hidden
 
 
-def _sharded(layout: Layout, gather: float, scatter: float, stage: _Stage, count: int) -> tuple[float, float]:
+@dataclass(frozen=True)
+class _Exchange:
+    """Communication beside computation: how long it lasts, and how much of that it takes from the computation."""
+
+    seconds: float
+    taken: float
+
+    def __add__(self, other: _Exchange) -> _Exchange:
+        return _Exchange(self.seconds + other.seconds, self.taken + other.taken)
+
+    def __rmul__(self, count: float) -> _Exchange:
+        return _Exchange(count * self.seconds, count * self.taken)
+
+
+def _exchange(machine: Machine, kind: str, size: float, group: Group) -> _Exchange:
+    seconds = machine.time(kind, size, group)
+    link = machine.intra if group.nodes == 1 else machine.inter
+    moved = VOLUME[kind] * size * (group.size - 1) / group.size
+    # CPUs add up themselves what they send.
+    by_bytes = seconds if machine.gpu.name.startswith("cpu") else link.disturbs * moved / (PUBLISHED_GBPS * 1e9)
+    return _Exchange(seconds, (1 - HIDDEN) * min(seconds, by_bytes))
+
+
+def _sharded(layout: Layout, gather: _Exchange, scatter: _Exchange, stage: _Stage, count: int) -> tuple[float, float]:
     """Return the exposed and hidden time of a sharded data axis.
 
     Stage 3 gathers parameters twice per micro-batch, stages 1 and 2 once per step. Stages 2 and 3 scatter gradients
@@ -307,18 +333,26 @@ def _sharded(layout: Layout, gather: float, scatter: float, stage: _Stage, count
     pipeline = layout.pp > 1
     if layout.stage == 3:
         communication = gather if pipeline else 2 * gather + scatter
-        spent, hidden = _beside(stage.seconds + stage.head, communication)
-        return count * spent + (scatter if pipeline else 0.0), count * hidden
+        # Not behind what other axes communicate: that takes the same links.
+        spent, hidden = _beside(stage.forward + stage.backward + stage.head, communication)
+        return count * spent + (scatter.seconds if pipeline else 0.0), count * hidden
     times = count if layout.stage == 2 and not pipeline else 1
     spent, hidden = _beside(stage.backward, scatter)
     first, covered = _beside(stage.forward, gather)
     return times * spent + first, times * hidden + covered
 
 
-def _beside(compute: float, communication: float) -> tuple[float, float]:
-    """Return the exposed and the hidden part of communication that runs beside computation."""
-    hidden = HIDDEN * min(compute, communication)
-    return communication - hidden, hidden
+def _beside(compute: float, communication: _Exchange) -> tuple[float, float]:
+    """Return the exposed and the hidden part of communication that runs beside computation.
+
+    What computes for longer than the communication lasts hides all of it but what it takes; what is shorter hides its
+    share.
+    """
+    if communication.seconds <= 0.0:
+        return 0.0, 0.0
+    covered = min(1.0, compute / communication.seconds)
+    hidden = covered * (communication.seconds - communication.taken)
+    return communication.seconds - hidden, hidden
 
 
 def _add_optimizer(
