@@ -24,6 +24,7 @@ _BOOSTS = {
     **dict.fromkeys(("learn/", "start-here.md", "course.md"), 0.02),
     **dict.fromkeys(("reference/", "tested.md", "benchmarks.md", "design/"), 0.1),
     **dict.fromkeys(("coming-from.md", "examples.md", "applications/", "install.md"), 0.4),
+    "faq.md": 0.001,
 }
 """How much pages weigh in the search, by the beginning of their path: who asks wants the manual, not the course.
 

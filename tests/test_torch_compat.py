@@ -31,7 +31,10 @@ from phalanx.host.versions import NEWEST_TORCH
 from phalanx.loop.sync_norm import SyncedBatchNorm
 from phalanx.strategies import tensor_parallel
 
-NEEDS_CUDA = {"end_failed_capture", "flash_cuda", "flash_cuda_backward", "record_allocations", "allocations"}
+NEEDS_CUDA = {
+    *("end_failed_capture", "flash_cuda", "flash_cuda_backward", "load_nccl"),
+    *("record_allocations", "allocations"),
+}
 OF_THE_COMPILER = ("speed/test_compilation.py", "strategies/test_tensor_overlap.py")
 """The tests that call the functions about torch.compile."""
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.comm.shm import SharedNumbers
 from phalanx.loop.formation import Formation
 from phalanx.loop.precision import LossScale
 
@@ -24,6 +25,13 @@ def steps(batches, scale=None, **settings):
         reductions += 1
         return plain(*args, **options)
 
+    put = SharedNumbers.put
+
+    def counted_put(self, number):
+        nonlocal reductions
+        reductions += 1
+        put(self, number)
+
     with Formation(device="cpu", **settings) as formation:
         model = nn.Linear(2, 1, bias=False)
         nn.init.zeros_(model.weight)
@@ -33,6 +41,7 @@ def steps(batches, scale=None, **settings):
         wrapped, optimizer = formation.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         units = []
         dist.all_reduce = counted
+        SharedNumbers.put = counted_put
         try:
             for inputs, weight in batches:
                 own = None if weight is None else weight * (formation.rank + 1)
@@ -41,7 +50,7 @@ def steps(batches, scale=None, **settings):
                 optimizer.step()
                 optimizer.zero_grad()
         finally:
-            dist.all_reduce = plain
+            dist.all_reduce, SharedNumbers.put = plain, put
         return model.weight.detach().flatten(), units, reductions
 
 

@@ -9,6 +9,7 @@ import pytest
 from phalanx.diagnosis.blame import find_blame
 from phalanx.diagnosis.calls import Call, RankCalls
 from phalanx.diagnosis.inquiry import Inquiry
+from phalanx.launch.agent_messages import Calls, CallsWanted
 from phalanx.observe.format import ranks_text
 
 STEP = [("all_reduce", "(68,) float32", "train.py:10"), ("all_reduce", "(4,) float32", "train.py:12")]
@@ -170,7 +171,9 @@ def test_a_failure_that_asks_while_a_notice_waits_for_answers_gets_them_too():
     node = SimpleNamespace(node_rank=0, num_nodes=2)
     group = SimpleNamespace(states=[], signal=lambda number, states: None)
     evidence = SimpleNamespace(collect_calls=lambda states, asked: [])
-    rendezvous = SimpleNamespace(has_other_nodes=True, ask_calls=lambda: None, send_calls=lambda number, calls: None)
+    rendezvous = SimpleNamespace(
+        has_other_nodes=True, ask_calls=lambda: None, send_calls=lambda wanted, node, calls: None
+    )
     later: list[object] = []
     schedule = lambda seconds, call: later.append(call)  # noqa: E731
     facts = {"node": node, "group": group, "rendezvous": rendezvous, "later": schedule}
@@ -178,8 +181,8 @@ def test_a_failure_that_asks_while_a_notice_waits_for_answers_gets_them_too():
     answered: list[str] = []
     inquiry.find_blame(lambda blame: answered.append("failure"))
     inquiry.find_blame(lambda blame: answered.append("notice"))
-    inquiry.answer_question(7, is_ours=True)
-    inquiry.handle_answer({"number": 7, "from": 1, "calls": []})
+    inquiry.answer_question(CallsWanted(7, "n", is_own=True))
+    inquiry.handle_answer(Calls(7, 1, []))
     for call in later:  # the limits of time
         call()
     assert answered == ["failure", "notice"]

@@ -76,7 +76,7 @@ def test_the_trainer_runs_and_learns(folder, capfd, monkeypatch):
 
 
 def test_the_words_on_our_side_exist():
-    rows = PAGE.partition("## Words")[2].partition("\n## ")[0].splitlines()
+    rows = PAGE.partition("## Settings side by side")[2].partition("\n## ")[0].splitlines()
     ours = [name for row in rows if row.startswith("|") for name in re.findall(r"`(\w+)=", row.rpartition(" | ")[2])]
     assert len(ours) > 30
     arguments = inspect.signature(TorchTrainer.__init__).parameters

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Formation, PyTorchDDPTrainer
+from phalanx.comm.shm import SharedNumbers
 from phalanx.errors import UsageError
 from phalanx.run.weights import whole_weights
 
@@ -175,16 +176,19 @@ def test_a_training_step_needs_the_weights_that_tokens_ask_for(tmp_path):
 
 
 def test_labels_are_added_up_over_the_ranks_while_the_forward_pass_runs(ranks):
-    """Added up before the backward pass alone, small steps over gloo take one wait more."""
+    """Added up before the backward pass alone, small steps take one wait more."""
 
     def run() -> list[str]:
         calls: list[str] = []
-        group = type(torch.distributed.group.WORLD)
-        all_reduce = group.allreduce
+        put, total = SharedNumbers.put, SharedNumbers.total
 
-        def noted(*args):
-            calls.append("sum")
-            return all_reduce(*args)
+        def noted_put(self, number):
+            calls.append("put")
+            put(self, number)
+
+        def noted_total(self):
+            calls.append("total")
+            return total(self)
 
         model = make_model()
         model.register_forward_pre_hook(lambda *_: calls.append("forward"))
@@ -192,9 +196,10 @@ def test_labels_are_added_up_over_the_ranks_while_the_forward_pass_runs(ranks):
             loader = DataLoader(TensorDataset(INPUTS, LABELS), batch_size=4)
             wrapped, optimizer, loader = f.prepare(model, make_optimizer(model), loader)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(group, "allreduce", noted)
+                patch.setattr(SharedNumbers, "put", noted_put)
+                patch.setattr(SharedNumbers, "total", noted_total)
                 f.train_batch(wrapped, next(iter(loader)), over_labels)
             optimizer.step()
         return calls
 
-    assert ranks(run, world_size=2) == [["sum", "forward"]] * 2
+    assert ranks(run, world_size=2) == [["put", "forward", "total"]] * 2

@@ -70,6 +70,11 @@ class Invariants:
             self._fail("split brain", f"{group.key} forms after {last.key} has trained")
         self._begins[id(group)] = group.step
         if not from_memory:  # it goes back to a checkpoint, and so does who takes its state
+            aside = [rank for rank in self._aside(group) if (rank.step or 0) > group.step]
+            if aside:
+                self._fail(
+                    "state dropped", f"{group.key} begins at {group.step}, and {aside[0].key} has {aside[0].step}"
+                )
             self._held = group.step
         if from_memory and last is not None and group.step < self._held and group.key[:2] == last.key[:2]:
             self._fail("steps taken twice", f"{group.key} goes on at {group.step}, and {self._held} was complete")
@@ -93,6 +98,19 @@ class Invariants:
         elif group.step != self._step + 1:
             self._fail("steps skipped", f"{group.key}: {group.step} after {self._step}")
         self._step = self._held = group.step
+
+    def _aside(self, group: RankGroup) -> list[Rank]:
+        """Return the ranks that wait at the side of a group of their attempt, on machines that see it."""
+        launchers = {rank.launcher for rank in group.arrived.values()}
+        leader = next(iter(launchers))
+        near = [
+            one
+            for one in self.cluster.processes
+            if one.runs and one not in launchers and (one.launch, one.round, one.term) == (*group.key[:2], leader.term)
+        ]
+        network = self.cluster.network
+        near = [one for one in near if network.connected(one.machine, leader.machine)]
+        return [rank for one in near for rank in one.ranks.values() if rank.alive and rank.group is None]
 
     def _has_just_woken(self, group: RankGroup) -> bool:
         """Whether all machines of a group stood still, so that its launchers have had no time to end its ranks."""

@@ -89,7 +89,7 @@ DEFECTS: tuple[tuple[Callable[[pytest.MonkeyPatch], None], int, str], ...] = (
     (mutants.newcomers_count_at_once, 1138, "steps taken twice"),
     (mutants.paused_node_is_not_told_that_it_was_lost, 182, "split brain"),
     (mutants.late_rank_joins_a_finished_group, 80, "deadlock"),
-    (mutants.first_ranks_go_on_whatever_they_hold, 146433, "steps taken twice"),
+    (mutants.first_ranks_go_on_whatever_they_hold, 146433, "state dropped"),
     (mutants.node_that_stood_still_leads, 109782, "split brain"),
 )
 """Defects that were mended, a seed that finds each, and the invariant that it violates."""
