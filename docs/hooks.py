@@ -20,7 +20,6 @@ _REMOTE = re.compile(r"(?:(?:https?|ssh|git)://(?:[^@/]+@)?|git@)([\w.-]+)(?::\d
 _COURSE, _LEARN = Path(__file__).resolve().parents[1] / "course", "learn/"
 _BOOSTS = {
     "how-to.md": 10.0,
-    "faq.md": 5.0,
     **dict.fromkeys(("learn/", "start-here.md", "course.md"), 0.02),
     **dict.fromkeys(("reference/", "tested.md", "benchmarks.md", "design/"), 0.1),
     **dict.fromkeys(("coming-from.md", "examples.md", "applications/", "install.md"), 0.4),
