@@ -41,6 +41,8 @@ class RankReady(Wire):
 
     why: str
     step: int
+    reported: bool = False
+    """Whether its group took a step, and so has reported why it was formed."""
 
 
 # --- orders to a rank -------------------------------------------------------------------------------------------------

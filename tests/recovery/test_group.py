@@ -34,6 +34,8 @@ class Case:
         elastic = Elastic(sizes or (ranks,), spares)
         self.group = ElasticGroup(elastic, "", self.view, self.ranks, max_restarts=max_restarts, now=0.0)
         self.orders: list[tuple[str, type]] = []
+        self.position: Position | None = None
+        """The last that a rank got."""
         self.reports: list[dict] = []
         self.given_up: list[str] = []
         self.started = 0
@@ -45,6 +47,7 @@ class Case:
             for action in actions:
                 if isinstance(action, tuple):
                     self.orders.append((action[0].key, type(action[1])))
+                    self.position = action[1] if isinstance(action[1], Position) else self.position
                 elif isinstance(action, Tell):
                     self.reports.append(action.event)
                 elif isinstance(action, GiveUp):
@@ -62,9 +65,9 @@ class Case:
         for rank in ranks:
             self.say(rank, RankJoined(self.group.generation))
 
-    def ready(self, *ranks, step: int = 5) -> None:
+    def ready(self, *ranks, step: int = 5, reported: bool = False) -> None:
         for rank in ranks:
-            self.say(rank, RankReady("new", step))
+            self.say(rank, RankReady("new", step, reported))
 
     def aborted(self, rank) -> None:
         self.say(rank, RankAborted())
@@ -274,6 +277,27 @@ def test_a_second_loss_in_any_state_of_a_change_is_survived(three, reached):
     three.join(*three.group.members)
     assert three.group.is_settled
     assert [member.rank for member in three.group.members] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_losses_without_a_step_between_them_are_reported_together(three, joined):
+    zero, one, two = three.ranks
+    three.group.now = 10.0
+    assert three.lose(one)
+    three.ready(zero, two, new_rank(7))
+    if joined:
+        three.join(*three.group.members)
+    three.group.now = 11.0
+    assert three.lose(two)
+    three.ready(zero, three.group.members[1], new_rank(8))
+    assert (three.position.lost, three.position.began) == ((1, 2), 10.0)
+    assert three.position.reason == "rank 1 was killed; rank 2 was killed"
+    three.join(*three.group.members)
+    three.group.now = 20.0
+    assert three.lose(zero)
+    three.ready(*three.group.members, step=8, reported=True)
+    three.ready(new_rank(9), step=-1)
+    assert (three.position.lost, three.position.began) == ((0,), 20.0)
 
 
 def test_a_spare_rank_takes_the_place_of_a_lost_one_and_another_spare_is_started():

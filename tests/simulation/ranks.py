@@ -42,6 +42,8 @@ class Rank:
         """The last complete step of the state that it holds; None: it has none."""
         self.place: GroupKey = (launcher.launch, launcher.round, launcher.term, -1)
         self.group: RankGroup | None = None
+        self.has_stepped = False
+        """Whether its group took a step."""
         self.why: str | None = None
         self._released = False
         self._waits_for_release = self._ends = False
@@ -80,7 +82,7 @@ class Rank:
         """Take a place in the next group."""
         key = (self.launcher.launch, self.launcher.round, position.term, position.generation)
         self.cluster.invariants.on_position(self, key, position)
-        self.place, self.why, self._released = key, None, False
+        self.place, self.why, self._released, self.has_stepped = key, None, False, False
         self.cluster.group(key, position.world_size).arrive(self, position.rank)
 
     def leave(self, why: str) -> None:
@@ -111,7 +113,7 @@ class Rank:
             group = self.cluster.groups.get(self.place)
             if group is not None:
                 group.forget(self)
-            self.say(RankReady(why, -1 if self.step is None else self.step))
+            self.say(RankReady(why, -1 if self.step is None else self.step, self.has_stepped))
 
     def exit(self, code: int) -> None:
         """End the process."""
@@ -208,7 +210,7 @@ class RankGroup:
         self.step += 1
         self.cluster.invariants.on_step(self)
         for rank in self.arrived.values():
-            rank.step = self.step
+            rank.step, rank.has_stepped = self.step, True
         if self.step % self.cluster.plan.save_every == 0 or self.step >= self.cluster.plan.steps:
             self._save()
         if self.step >= self.cluster.plan.steps:

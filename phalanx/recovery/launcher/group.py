@@ -132,6 +132,8 @@ class ElasticGroup:
         self.state: State = "running" if view.generation else "starting"
         self.since = now
         self.change: Change | None = None
+        self._unreported: Change | None = None
+        """Why the present generation was formed, as long as no rank is known to have reported it."""
         self.steps: dict[str, int] = {}
         """The last step of each process that is ready for the next generation."""
         self.address: tuple[str, int] | None = None
@@ -236,7 +238,7 @@ class ElasticGroup:
         elif isinstance(message, RankAborted):
             self._on_aborted(rank)
         elif isinstance(message, RankReady):
-            self._on_ready(rank, message.step)
+            self._on_ready(rank, message)
 
     def _on_joined(self, rank: Rank, message: RankJoined) -> None:
         if message.generation != self.generation:
@@ -260,8 +262,10 @@ class ElasticGroup:
             for member in self.members:
                 self._order(member, Release())
 
-    def _on_ready(self, rank: Rank, step: int) -> None:
-        self.steps[rank.key] = step
+    def _on_ready(self, rank: Rank, message: RankReady) -> None:
+        self.steps[rank.key] = message.step
+        if message.reported:
+            self._unreported = None
         self._unready.discard(rank.key)
         self._unaborted.discard(rank.key)
         if rank.key not in self._keys and rank not in self.spares:
@@ -583,7 +587,8 @@ class ElasticGroup:
         chosen = self._choose([*self.members, *self.able])
         self._set_aside(chosen)
         self._enter("ready")
-        change, self.change = self.change or Change(self.now), None
+        change = self._unreported = (self.change or Change(self.now)).after(self._unreported)
+        self.change = None
         grouped = defaultdict[str, list[Rank]](list)
         for rank in chosen:
             grouped[rank.node].append(rank)

@@ -69,6 +69,12 @@ class Change:
     requested: bool = False
     """Whether the ranks leave at a step's boundary, which may take long, and not because of an error."""
 
+    def after(self, earlier: Change | None) -> Change:
+        """Return this change with an earlier one that no step has followed: both interrupted the run as one."""
+        if earlier is None:
+            return self
+        return Change(earlier.began, [*earlier.reasons, *self.reasons], [*earlier.lost, *self.lost])
+
 
 @dataclass(frozen=True)
 class Facts:

@@ -132,10 +132,13 @@ class Member:
             return False
         return isinstance(error, Regroup) or self._why is not None or lost_peers(error)
 
-    def await_position(self, step: int, why: str) -> Position:
-        """Report the last complete step of a rank that has left its groups, and wait for a place in the next one."""
+    def await_position(self, step: int, why: str, *, reported: bool = False) -> Position:
+        """Report the last complete step of a rank that has left its groups, and wait for a place in the next one.
+
+        `reported`: whether its group has reported why it was formed.
+        """
         self._forming.end()
-        self._send(RankReady(why, step))
+        self._send(RankReady(why, step, reported))
         position = self._positions.get()
         if position is None:  # the run is over, and this rank was not needed, or it has failed for another reason
             raise SystemExit(0)

@@ -196,6 +196,7 @@ class ElasticSurvivor(Survivor):
         super().__init__()
         self._member = member
         self._change: Position | None = None
+        self._recovery: _ReportRecovery | None = None
         self._neighbours: Neighbours | None = None
         self._step_before = -1
         member.on_regroup = lambda why: self.ask(why, regroup=True)
@@ -210,7 +211,9 @@ class ElasticSurvivor(Survivor):
         leave_groups()  # an exchange between neighbours that waits for a lost rank gets an error
         if self._neighbours is not None:
             self._neighbours.leave()
-        self._change = self._member.await_position(max(self.step, self._step_before), why)
+        reported = self._recovery is not None and self._recovery.reported
+        self._recovery = None
+        self._change = self._member.await_position(max(self.step, self._step_before), why, reported=reported)
 
     def prepare(self, loop: TrainLoop) -> None:
         """Restore from memory after a change, and leave for the next one at a step's boundary."""
@@ -232,7 +235,8 @@ class ElasticSurvivor(Survivor):
             pop_recovery_seconds()  # the first group is start-up
         else:
             loop.state.regrouped = True
-            loop.hooks.add(_ReportRecovery(loop.report, self._change, max(self.step, self._step_before)))
+            self._recovery = _ReportRecovery(loop.report, self._change, max(self.step, self._step_before))
+            loop.hooks.add(self._recovery)
 
     def _with_neighbours(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:
         """Keep shards in the memory of other ranks; return what restores them, else a checkpoint."""
@@ -297,6 +301,7 @@ class _ReportRecovery(Callback):
         self._report, self._change = report, change
         self._before = step_before
         self._first = -1
+        self.reported = False
 
     def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Note where the ranks go on."""
@@ -314,6 +319,7 @@ class _ReportRecovery(Callback):
             self._emit(trainer)
 
     def _emit(self, trainer: RunningTrainer) -> None:
+        self.reported = True
         self._report.recovered(
             Recovered(
                 step=self._first,
