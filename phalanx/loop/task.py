@@ -15,6 +15,7 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.data.source import read_source
 from phalanx.errors import UsageError, a_type
+from phalanx.loop import optional
 from phalanx.loop.best import check_metrics
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Hooks
@@ -65,9 +66,7 @@ def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any,
     if task.training_step is None:
         model = formation.prepare(task.model)
         return model, formation.prepare(make_optimizer(task, formation.config, formation.device)), None
-    from phalanx.loop.training_step import TrainingStep  # few runs have their own step
-
-    user_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)
+    user_step = optional.TrainingStep(formation, task.training_step, task.model, task.optimizer)
     return task.model, user_step.groups, user_step
 
 
@@ -134,7 +133,7 @@ def _options_for(task: TrainTask, config: DistributedConfig) -> dict[str, Any]:
 def add_objects(task: TrainTask, config: DistributedConfig, device: torch.device) -> None:
     """Give a task that has none an optimizer object and, unless the config schedules the rate, a scheduler object.
 
-    For proofs: such objects have their own state, which a rank that replaces another does not have.
+    For proofs: such objects have state of their own, which a rank that replaces another does not have.
     """
     if task.optimizer is not None:
         return
@@ -154,9 +153,7 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     check_metrics(config, has_val=task.val is not None)
     Hooks(task.callbacks)
     if task.training_step is not None:
-        from phalanx.loop.training_step import check_training_step
-
-        check_training_step(task.training_step, task.model, task.optimizer, task.scheduler, config)
+        optional.check_training_step(task.training_step, task.model, task.optimizer, task.scheduler, config)
         if task.val is not None and type(task.model).forward is nn.Module.forward:
             raise UsageError(
                 f"{type(task.model).__name__} has no forward, by which validation data are evaluated",
@@ -198,7 +195,7 @@ def _check_called(name: str, function: Any) -> None:
 
 
 def _check_loss(loss_fn: Any) -> None:
-    """Raise for a loss with its own weights: the optimizer and the checkpoints are the model's."""
+    """Raise for a loss with weights of its own: the optimizer and the checkpoints are the model's."""
     _check_called("loss_fn", loss_fn)
     reduction = _reduction(loss_fn)
     if reduction in ("sum", "none"):
