@@ -125,7 +125,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}, torch {torch.__version__}, preset {arguments.preset}", flush=True)
     print(f"{'':20} {'tokens/s':>10} {'s/step':>8} {'GiB':>7}", flush=True)
-    # Each in a process of its own: compiled code and the peak of the memory are those of a process.
+    # Each in a separate process: compiled code and the peak of the memory are those of a process.
     processes = multiprocessing.get_context("spawn")
     for name in arguments.only:
         with concurrent.futures.ProcessPoolExecutor(1, processes) as pool:

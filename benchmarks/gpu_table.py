@@ -12,7 +12,7 @@ last command prints the whole table (about 9 minutes each on an H200):
 
 The rivals train the model as people write it by hand (plain_models.py; ResNet-50 and ViT of torchvision, BERT-Large
 of transformers), compiled, in bf16, channels last, with fused AdamW. Phalanx trains its own language models by their
-presets, and the same vision models and BERT. Every model has a process of its own with an empty compile cache; in it
+presets, and the same vision models and BERT. Every model has a separate process with an empty compile cache; in it
 one contestant follows the other, on equal batches in equal order. `first step` is the time from the call to the end of
 the first step, compilation included. `loss` is the mean of the last 20 of 300 steps: the steps that are timed.
 """
@@ -78,7 +78,7 @@ def _reserved() -> int:
 
 
 def main() -> None:
-    """Run each model in a process of its own, and print the tables."""
+    """Run each model in a separate process, and print the tables."""
     options = _parse()
     if options.inside:
         torch.set_float32_matmul_precision("high")

@@ -142,7 +142,7 @@ def is_right(report: str, mode: str, kind: str, rank: int) -> bool:
 
 
 def _run(asked: list[Injection], jobs: int) -> Iterator[tuple[Injection, str, float, dict[str, str]]]:
-    """Run all injections, several at a time in processes of their own, and yield their results in order."""
+    """Run all injections, several at a time in separate processes, and yield their results in order."""
     if jobs == 1:
         yield from map(inject, asked)
         return

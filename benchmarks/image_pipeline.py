@@ -7,7 +7,7 @@
 `memory`: uint8 images that need no decoding, through the same trainer, augmentation and worker processes as `shards`:
 the goal for `shards` is 0.9 of it. `torchvision`: the loop that people write by hand: the same JPEGs as files,
 RandomResizedCrop and flip in worker processes, then bf16, channels last, torch.compile and fused SGD. Every row has as
-many worker processes and a process of its own. The warm-up is longer than what workers read ahead.
+many worker processes and a separate process. The warm-up is longer than what workers read ahead.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ STRATEGIES: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Measure each strategy in processes of its own and print the table."""
+    """Measure each strategy in separate processes and print the table."""
     options = _parse()
     document: dict[str, Any] = {"environment": environment(), "strategies": {}}
     print(describe(document["environment"]), flush=True)

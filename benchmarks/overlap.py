@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "cpu": {"layers": 6, "hidden": 256, "heads": 4, "seq_len": 128},
 }
 FIRST, LAST = 13, 16
-"""The recorded steps: later than those in which DDP chooses its buckets and waits for timers of its own (10 steps)."""
+"""The recorded steps: later than those in which DDP chooses its buckets and waits for its timers (10 steps)."""
 
 
 def train(name: str, device: str, gpus: int, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""One rank of one contestant in a process of its own: python rank.py CONTESTANT MODEL DEVICE STEPS FILE."""
+"""One rank of one contestant in a separate process: python rank.py CONTESTANT MODEL DEVICE STEPS FILE."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _seconds_to_first_step(command: list[str]) -> float:
 
 
 def _run(command: list[str], cwd: Path) -> str:
-    """Run to the end, in a folder of its own, and return what it printed; its failure is ours."""
+    """Run to the end, in its own folder, and return what it printed; its failure is ours."""
     # Every starter of ranks gives a rank one thread here: without this torchrun prints a warning about it.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_HERE.parent)}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=_TIMEOUT, check=False)

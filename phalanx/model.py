@@ -73,7 +73,7 @@ class MultipliesIn8Bits(Protocol):
 
 
 class WrapsModel(Protocol):
-    """A module around a model with a loss of its own, such as DPO; a recipe names its class as the `loss`."""
+    """A module around a model with its own loss, such as DPO; a recipe names its class as the `loss`."""
 
     def begin(self) -> None:
         """Keep what the loss needs of the start weights: called when adapters are there, before ranks share them."""

@@ -120,7 +120,7 @@ def read_faults(path: Path) -> list[Fault]:
     if not isinstance(listed, list) or not listed or set(document) != {"fault"}:
         raise UsageError(
             f"{path} does not hold a list of faults",
-            hint='For each fault write: [[fault]], then kind = "kill", rank = 2, step = 50 in lines of their own.',
+            hint='For each fault write: [[fault]], then kind = "kill", rank = 2, step = 50 on separate lines.',
         )
     return [Fault.from_mapping(table) for table in listed]
 

@@ -122,7 +122,7 @@ def around_new_groups(run: Callable[[Callable[[Any], Any], Any, str], Any]) -> N
 
 @contextlib.contextmanager
 def new_communicators() -> Iterator[None]:
-    """Give the process groups of the block communicators of their own, not parts of the default group's.
+    """Give the process groups of the block their own communicators, not parts of the default group's.
 
     torch splits the default communicator if a device is bound to it. A split cannot be aborted, and in a group that was
     formed after an abort it crashes (SIGSEGV in torch 2.11 with NCCL 2.28).
@@ -166,7 +166,7 @@ def abort_nccl() -> None:
 def attach_gloo(group: Any, gloo: Any) -> None:
     """Make gloo the CPU backend, and the default one, inside a process group written in Python.
 
-    torch 2.14 also takes a subclass of its `Backend`, inside a group of its own. Up to 2.15 such a backend cannot say
+    torch 2.14 also takes a subclass of its `Backend`, inside its own group. Up to 2.15 such a backend cannot say
     from which rank `recv` took a message, and `supports_coalescing` of one calls itself without end.
     """
     if VERSION < (2, 14):  # since then groups count by themselves, and the call warns

@@ -50,7 +50,7 @@ class Exercise:
     programs: bool = False
     """Whether the answer may start other programs; it is about them, or what it uses does."""
     limit: float = LIMIT_SECONDS
-    """Grading takes no longer; more than usual for answers that run in an engine with a start of its own."""
+    """Grading takes no longer; more than usual for answers that run in an engine with its own start."""
 
 
 @dataclass

@@ -190,7 +190,7 @@ def _answer(place: Path, rank: int, code: int | None) -> Answer:
     try:
         found = _PlainValues(io.BytesIO(file.read_bytes())).load() if file.exists() else {}
     except Exception as error:  # classes of the learner's file are not known here
-        raise RunFailed(f"rank {rank}: the result holds objects of your own, give plain values: {error}") from error
+        raise RunFailed(f"rank {rank}: the result holds your own objects, give plain values: {error}") from error
     answer = Answer(rank, code=code, output=_tail(place / f"rank-{rank}.out"))
     if "value" in found:
         answer.value, answer.calls = found["value"], found["calls"]

@@ -150,7 +150,7 @@ def _end(running: set[int], codes: dict[int, int]) -> None:
 
 
 def _end_orphans() -> None:
-    """End what ranks have started in sessions of their own; the children of an orphan are the next orphans."""
+    """End what ranks have started in their own sessions; the children of an orphan are the next orphans."""
     while orphans := _children():
         for pid in orphans:
             with suppress(ProcessLookupError):

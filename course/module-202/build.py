@@ -55,7 +55,7 @@ def blocks(source: str) -> list[Block]:
 
 
 class Runner:
-    """Runs the blocks of one lecture in a folder of its own."""
+    """Runs the blocks of one lecture in its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

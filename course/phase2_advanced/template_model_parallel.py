@@ -88,7 +88,7 @@ class ColumnRowLinear(nn.Module):
     """Two linear layers with a GELU between them, split over the ranks along the hidden features.
 
     Output: second(gelu(first(inputs))), whole on every rank. The number of hidden features is a multiple of the ranks;
-    rank r holds the r-th block of neighbouring hidden features, as parameters of its own (copies, not views):
+    rank r holds the r-th block of neighbouring hidden features, as its own parameters (copies, not views):
         column_weight: the rows of first.weight that belong to its block    (hidden / ranks, inputs)
         column_bias:   the same part of first.bias                          (hidden / ranks)
         row_weight:    the columns of second.weight for its block           (outputs, hidden / ranks)

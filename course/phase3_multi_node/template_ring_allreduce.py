@@ -68,7 +68,7 @@ class Buckets:
 
     parameters: in the order of registration (model.parameters()). limit: bytes of gradients per group.
     self.groups: lists of parameters, in reverse order of registration, because backward makes the last gradients first.
-    A group takes parameters as long as they fit; a parameter larger than `limit` gets a group of its own. All gradients
+    A group takes parameters as long as they fit; a parameter larger than `limit` gets its own group. All gradients
     of a group have one dtype. Parameters with requires_grad=False are in no group.
     """
 

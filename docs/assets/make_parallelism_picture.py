@@ -89,7 +89,7 @@ def part_of_sequence(rank: int) -> str:
 
 
 PANELS: list[tuple[str, str, str, Cell, Callable[[int], str]]] = [
-    ("Data: ddp", "each rank has the model and a batch of its own;", "gradients are averaged once per step", whole, batches),
+    ("Data: ddp", "each rank has the model and its own batch;", "gradients are averaged once per step", whole, batches),
     ("Sharded data: fsdp, ZeRO", "as ddp, but each rank keeps a quarter of every layer;", "the rest is fetched when it is computed", piece, batches),
     ("Tensor", "all ranks compute a quarter of each layer, for one batch;", "results are added up twice per layer", slice_of_layer, one_batch),
     ("Pipeline", "each rank has some of the layers; micro-batches", "pass from rank to rank", stage, micro_batches),

@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def join_group() -> torch.device:
-    """Meet the other ranks and return this rank's device: a GPU of its own where there are any, else the CPU."""
+    """Meet the other ranks and return this rank's device: its own GPU where there are any, else the CPU."""
     place = read_rank_env()
     if place is not None:
         export_rank_env(place)  # srun and mpirun have other names for RANK, WORLD_SIZE, ...

@@ -1,4 +1,4 @@
-"""A loop of your own: `Formation` puts the model, the optimizer and the loader on all ranks, the loop stays yours.
+"""Your own loop: `Formation` puts the model, the optimizer and the loader on all ranks, the loop stays yours.
 
 phalanx train --script ddp_own_loop.py --num-workers 2
 torchrun --standalone --nproc-per-node 2 ddp_own_loop.py
@@ -64,7 +64,7 @@ def evaluate(formation: phalanx.Formation, model: nn.Module, loader: DataLoader)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A loop of one's own on all ranks.")
+    parser = argparse.ArgumentParser(description="Your own loop on all ranks.")
     parser.add_argument("--epochs", "--num-epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and micro-batch")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches an optimizer step")

@@ -5,7 +5,7 @@
     torchrun --standalone --nproc-per-node 2 ddp_training.py                     # the same
     python ddp_training.py --num-workers 2 --checkpoint-dir ckpt --resume        # go on where it was stopped
 
-Replace `build_model` and `build_loaders` with your own; nothing else has to change. A loop of your own instead of the
+Replace `build_model` and `build_loaders` with your own; nothing else has to change. Your own loop instead of the
 trainer's: see ddp_own_loop.py.
 """
 

@@ -1,4 +1,4 @@
-"""Sharded data-parallel training in a loop of your own: what a rank holds, and that it learns what ddp learns.
+"""Sharded data-parallel training in your own loop: what a rank holds, and that it learns what ddp learns.
 
     phalanx train --script fsdp_basics.py --num-workers 2
     torchrun --standalone --nproc-per-node 2 fsdp_basics.py
@@ -121,7 +121,7 @@ def evaluate(formation: phalanx.Formation, model: nn.Module, loader: DataLoader)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Sharded data-parallel training in a loop of one's own.")
+    parser = argparse.ArgumentParser(description="Sharded data-parallel training in your own loop.")
     parser.add_argument("--strategy", choices=("fsdp", "ddp"), default="fsdp")
     parser.add_argument("--sharding", choices=("full", "grad-op", "hybrid", "hybrid-grad-op"), default="full")
     parser.add_argument("--shard-size", type=int, help="hybrid: ranks that together hold one copy")

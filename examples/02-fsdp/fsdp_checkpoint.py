@@ -99,7 +99,7 @@ def save_while_training(run: Run, directory: Path, steps: int) -> None:
 
 
 class Run:
-    """A loop of one's own, in steps."""
+    """Your own loop, in steps."""
 
     def __init__(self, formation: phalanx.Formation, model: nn.Module, optimizer: Any, loader: Any, val: Any) -> None:
         self.formation, self.model, self.optimizer, self.loader, self.val = formation, model, optimizer, loader, val

@@ -163,7 +163,7 @@ def pipeline(formation: phalanx.Formation, microbatches: int, width: int = 8) ->
         result = torch.tanh(weights[rank].to(formation.device) @ message[1:])
         outputs.append(result)
         if rank < last:
-            # A tensor of its own for each: it must stay as it is until its message has left.
+            # Its own tensor for each: it must stay as it is until its message has left.
             leaving = torch.cat([torch.tensor([float(tick)], device=formation.device), result])
             departures.append((dist.isend(leaving, dst=rank + 1), leaving))
     for request, _ in departures:

@@ -43,7 +43,7 @@ def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_of_one_step(batch: int, accumulation: int, *, careful: bool = True) -> torch.Tensor:
-    """Return the gradient of a global batch in a loop of one's own, as one long vector."""
+    """Return the gradient of a global batch in your own loop, as one long vector."""
     with phalanx.Formation(
         gradient_accumulation_steps=accumulation, batch_size=per_rank(batch, accumulation)
     ) as formation:

@@ -75,7 +75,7 @@ def prove(args: argparse.Namespace) -> bool:
 def main() -> None:
     args = parse_args()
     train(args)
-    # A proof starts ranks of its own, so it belongs into a process that is none.
+    # A proof starts its own ranks, so it belongs into a process that is none.
     if args.verify and "RANK" not in os.environ and not prove(args):
         sys.exit(1)
 

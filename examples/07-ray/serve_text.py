@@ -25,7 +25,7 @@ from phalanx.engines.ray.cluster import open_cluster
 
 
 def deployment(run: str, replicas: int) -> Any:
-    """Return the application: each replica has the model, a batch of its own, and OpenAI's endpoints."""
+    """Return the application: each replica has the model, its own batch, and OpenAI's endpoints."""
 
     def app() -> Any:
         from phalanx.tools.serve.app import make_app

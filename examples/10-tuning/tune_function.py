@@ -2,7 +2,7 @@
 
     python tune_function.py [--samples 12]
 
-`train` is called in processes of its own, several at once. It trains with a trainer of ours, which reports every epoch
+`train` is called in separate processes, several at once. It trains with a trainer of ours, which reports every epoch
 and stops where the search decides; a function with another loop calls `phalanx.tune.report(loss=...)` instead.
 """
 

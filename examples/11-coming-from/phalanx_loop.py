@@ -1,4 +1,4 @@
-"""Digits on two ranks: a loop of your own.
+"""Digits on two ranks: your own loop.
 
 phalanx train --script phalanx_loop.py --num-workers 2 --device cpu     # on GPUs: --num-gpus 8
 """

@@ -1,7 +1,7 @@
 """The index of a checkpoint: where each part of each tensor is, and the hash of every leaf of the data files.
 
 A data file is raw tensors behind a safetensors header. It is hashed in leaves, so that a rank verifies what it reads
-and reads only what it needs. In an incremental checkpoint the leaves are files of their own, named by their hash.
+and reads only what it needs. In an incremental checkpoint the leaves are separate files, named by their hash.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class RemoteReader:
                 offset += len(data)
 
     def close(self) -> None:
-        """Do nothing: every read is a request of its own."""
+        """Do nothing: every read is its own request."""
 
 
 class RemoteFile(HashedFile):

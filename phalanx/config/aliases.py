@@ -45,7 +45,7 @@ MODES: dict[str, dict[str, Any]] = {
         "compile": True,
         "activation_checkpointing": "budget 0.4",
         "optimizer": "adamw8bit",
-        "capture": False,  # a graph has memory of its own
+        "capture": False,  # a graph has its own memory
     },
     "fast": {"mixed_precision": "fp8", "compile": True},
 }

@@ -64,7 +64,7 @@ def option(
     `entry_points`: a group of installed packages' entry points whose names are choices too. `scope`: any of "layout"
     (chooses how ranks share a model), "split" (has no meaning for one process), "machine" (may differ between the
     nodes of a run), "place" (a name or a path). `backends`, `strategies`: the only ones that use it; empty: all.
-    `needs`: the setting without which it has no effect. `expects`: what to write, where a text has a form of its own.
+    `needs`: the setting without which it has no effect. `expects`: what to write, where a text has its own form.
 
     `used_by`: any of "command" (`phalanx train` or the launcher, for scripts too), "recovery" (the launcher, for ranks
     of a trainer alone), "ranks" (what `Formation` prepares, so loops of the user's too), "trainer" (its loop alone) and

@@ -1,6 +1,6 @@
 """Settings that do not go together, as a table: when, which setting is refused, because, and what to write instead.
 
-What needs more than a comparison is a function, in `rules`. Engines have tables of their own.
+What needs more than a comparison is a function, in `rules`. Engines have their own tables.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ _NEEDS_NO_RESTARTS = {"max_restarts": off, "min_workers": off}
 _TORCH_WITHOUT_AVERAGES = {"framework": "torch", "facts.averages_gradients": False}
 _AVERAGES = ", ".join(repr(name) for name in strategies_that("averages_gradients") if not ROWS[name].backend)
 _REPLICATES = ", ".join(strategies_that("replicates"))
-_OWN_STEPS = "with strategy = {s.resolved_strategy!r}, whose ranks take steps of their own"
+_OWN_STEPS = "with strategy = {s.resolved_strategy!r}, whose ranks take their own steps"
 
 PAIRS = (
     # Sharding.

@@ -60,9 +60,9 @@ class StrategyFacts:
     shards: bool = False
     """Parameters are sharded over the ranks by the settings `sharding`, `shard_size` and `offload`."""
     shards_by_engine: bool = False
-    """Parameters are sharded by an engine with settings of its own; its weights are in float32."""
+    """Parameters are sharded by an engine with its own settings; its weights are in float32."""
     drifts: bool = False
-    """Ranks take steps of their own between two averages: the result is not that of one process."""
+    """Ranks take their own steps between two averages: the result is not that of one process."""
     has_servers: bool = False
     """Server processes hold the parameters and the optimizer's states."""
     needs_contiguous: bool = False

@@ -135,7 +135,7 @@ def staged(
 ) -> Iterator[tuple[MicroInfo, Any]]:
     """Move each batch to `device`: on CUDA one batch ahead, large ones in a side stream; on the CPU at no cost.
 
-    `leave_small`: whether small batches stay on the host, for what copies them to a place of its own on the device.
+    `leave_small`: whether small batches stay on the host, for what copies them to its own place on the device.
     """
     if device.type == "cpu":
         return pairs

@@ -82,7 +82,7 @@ def shared_memory(ranks: int, total: int) -> int:
 
 
 def sharing_environment(process: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank with which NCCL accepts it on a shared GPU: a host of its own, and sockets.
+    """Return the variables of a rank with which NCCL accepts it on a shared GPU: its own host, and sockets.
 
     `process`: a word that no other process of this host has at the same time.
     """

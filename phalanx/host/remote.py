@@ -100,7 +100,7 @@ class RemotePath(PosixPath):
         for pause in (*pauses, None):
             try:
                 return action(self.file_system, self._key)
-            except Exception as error:  # every protocol has errors of its own
+            except Exception as error:  # every protocol has its own errors
                 explained = self.explained(error)
                 if pause is None or isinstance(explained, _LASTING) or explained.errno in _LASTING_CODES:
                     raise explained from error
@@ -263,5 +263,5 @@ class Upload:
     def _do(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # every protocol has errors of its own
+        except Exception as error:  # every protocol has its own errors
             raise self._path.explained(error) from error

@@ -1,6 +1,6 @@
 """Rendezvous of several nodes: each writes an entry into the leader's store and gets its place among the others.
 
-A node writes its entry and waits for one key of its own; the leader, which hosts the store, reads all entries at
+A node writes its entry and waits for its key; the leader, which hosts the store, reads all entries at
 once and writes all places at once. So the messages and bytes of every other node do not depend on their number.
 
 If the number of nodes may change, each has to know all others. That list is read from node to node: each has

@@ -4,7 +4,7 @@ All messages go through the leader: the others write to it, and it writes to the
 another. A node waits for its next message with one operation that the store answers when the message is there, so
 that nodes that have nothing to say cost the leader nothing but a heartbeat now and then (`membership.beat_seconds`).
 
-Threads of their own talk to the store: a call to a node that is cut off does not return, and the launcher must
+Separate threads talk to the store: a call to a node that is cut off does not return, and the launcher must
 notice that.
 """
 

@@ -5,8 +5,8 @@ know, and nothing that only helps while debugging. What is better only on some c
 and not set.
 
 NCCL refuses two ranks of one host on one GPU. With `share_gpus`, to debug a job for eight GPUs on one, each rank
-gets a host id of its own (`host.gpus`), and NCCL sends through sockets. Processes take turns on a GPU, and a small
-all-reduce takes milliseconds; under MPS they run at once. So the launcher runs an MPS daemon of its own.
+gets its own host id (`host.gpus`), and NCCL sends through sockets. Processes take turns on a GPU, and a small
+all-reduce takes milliseconds; under MPS they run at once. So the launcher runs its own MPS daemon.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ cat >/dev/null
 echo quit | timeout {_QUIT_SECONDS} {_CONTROL} && exit
 kill -9 $(cat "${_PIPES}/{_CONTROL}.pid")
 """
-"""Runs in a process of its own that waits for the end of the launcher, however it ends: the daemon would stay."""
+"""Runs in a separate process that waits for the end of the launcher, however it ends: the daemon would stay."""
 
 
 @contextmanager

@@ -215,7 +215,7 @@ class Evaluation:
 
 @contextmanager
 def _as_before(metrics: Mapping[str, Metric] | None) -> Iterator[None]:
-    """Return metrics that are objects with values of their own to these, at the end."""
+    """Return metrics that are objects with their own values to these, at the end."""
     states = [getattr(metric, "__dict__", None) for metric in (metrics or {}).values()]
     copies = [(s, pytree.tree_map_only(torch.Tensor, torch.clone, dict(s))) for s in states if isinstance(s, dict)]
     try:

@@ -403,7 +403,7 @@ class Formation:
         return optional.gather_samples(self.world, values, self._active.loader)
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
-        """Record numbers of your own: `f.log({"critic": loss})` or `f.log("critic", loss)`.
+        """Record your own numbers: `f.log({"critic": loss})` or `f.log("critic", loss)`.
 
         Names under `val/` are of the validation data. A tensor stays on its device until the losses are read. `step`:
         the last one that was taken, by default. `reduce`: "mean", "sum", "min" or "max" over the ranks, all of which
@@ -470,7 +470,7 @@ class Formation:
             leave_world(self.world)
 
     def _return_weights(self) -> None:
-        # In a function of its own: a variable of `close` would hold the last DDP module while the group is destroyed.
+        # In its own function: a variable of `close` would hold the last DDP module while the group is destroyed.
         for wrapped in self.models:
             self.strategy.return_weights(wrapped)
 

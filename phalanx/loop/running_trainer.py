@@ -72,4 +72,4 @@ class RunningTrainer(Protocol):
         """Evaluate on the validation data now, on all ranks."""
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
-        """Record numbers of your own: `trainer.log({"teacher": loss})`. See `phalanx.log`."""
+        """Record your own numbers: `trainer.log({"teacher": loss})`. See `phalanx.log`."""

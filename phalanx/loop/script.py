@@ -1,4 +1,4 @@
-"""`phalanx.log`, and the record of a script with a torch loop of its own, that `phalanx train --script` has started.
+"""`phalanx.log`, and the record of a script with its own torch loop, that `phalanx train --script` has started.
 
 Steps are counted by the optimizer that steps first; losses and other values are what the script logs (`phalanx.log`).
 """

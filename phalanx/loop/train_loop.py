@@ -279,7 +279,7 @@ class TrainLoop:
             self.control.after_epoch(epoch + 1)
 
     def log(self, values: Values, value: Any = None, *, step: int | None = None, reduce: str | None = None) -> None:
-        """Record numbers of your own: `trainer.log({"teacher": loss})`; a callback may call this. See `phalanx.log`."""
+        """Record your own numbers: `trainer.log({"teacher": loss})`; a callback may call this. See `phalanx.log`."""
         current = self.step
         if self.formation.clock.phase != "other":  # called by the model, the loss or training_step
             self._call.runs_on_host("the step logs values")

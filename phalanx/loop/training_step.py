@@ -9,7 +9,7 @@ def training_step(step, batch):
     ...
     return loss
 
-Each part is prepared as a model of its own, as in a loop of the user's, so that strategies and accumulation act as
+Each part is prepared as its own model, as in a loop of the user's, so that strategies and accumulation act as
 there; the loop around it (checkpoints, recovery, evaluation, callbacks, logging) is that of every training.
 """
 
@@ -97,7 +97,7 @@ class TrainingStep:
         return self._formation.clip_grad_norm(max_norm, None if name is None else self.optimizers[name])
 
     def log(self, values: Values, value: Any = None, *, reduce: str | None = None) -> None:
-        """Record numbers of your own, at this step; see `phalanx.log`."""
+        """Record your own numbers, at this step; see `phalanx.log`."""
         log(values, value, step=self.number, reduce=reduce)
 
     def _share(self, samples: int) -> float | torch.Tensor:

@@ -399,7 +399,7 @@ def list_studies(folder: Path = RUNS) -> list[Path]:
 
 
 def list_runs(folder: Path = RUNS) -> list[StoredRun]:
-    """Return the runs in a folder, the newest first; the trials of a search are in a folder of their own."""
+    """Return the runs in a folder, the newest first; the trials of a search are in their own folder."""
     if not folder.is_dir():
         return []
     runs = []

@@ -167,7 +167,7 @@ def _recomputed(
     chosen: dict[str, Any] = {"context_fn": partial(buffers.contexts, contexts)}
     if torch.compiler.is_compiling():  # compiled code writes buffers in the first pass alone
         chosen = {} if contexts is noop_context_fn else {"context_fn": contexts}
-    # The options are bound, because the function has options of its own ("debug").
+    # The options are bound, because the function has its own options ("debug").
     return checkpoint(partial(forward, **options), *arguments, use_reentrant=False, **chosen)
 
 

@@ -35,7 +35,7 @@ class AdamW8bit(GroupOptimizer):
 
     Of m a byte holds the sign and the fourth root of its share of the block's largest value, in 127 levels, which are
     3% apart near that value and 10% at a hundredth of it. v is a float of 8 bits, and the root of v, because that has
-    half as wide a range in powers of two. It is never rounded to zero: m, which has a scale of its own, may be positive
+    half as wide a range in powers of two. It is never rounded to zero: m, which has its own scale, may be positive
     there, and the step would be m / eps. States are contiguous, whatever the layout of their weight.
     """
 

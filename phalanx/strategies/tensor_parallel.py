@@ -221,7 +221,7 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh, *, overlaps: bool = False)
             parallel_style = STYLES[style]() if isinstance(style, str) else copy.copy(style)
         layer = model.get_submodule(name)
         parallelize_module(layer, mesh, parallel_style, src_data_rank=None)
-        # Layers of a subclass (adapters, 8-bit products) have products of their own.
+        # Layers of a subclass (adapters, 8-bit products) have their own products.
         if overlaps and style in ("colwise", "rowwise") and type(layer) is nn.Linear and layer.bias is not None:
             add_bias_apart(layer, style)
     _refuse_unsplit(model)

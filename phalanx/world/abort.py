@@ -2,7 +2,7 @@
 
 What waits in shared memory registers itself (`abortable`). gloo has no call for it, so its connections are shut down:
 they are the sockets between the addresses that ranks exchange in the store while a process group is made, and no
-others: user code has sockets, too. nccl has a call of its own. A gloo group that is being made cannot be woken: it is
+others: user code has sockets, too. nccl has its own call. A gloo group that is being made cannot be woken: it is
 made in a thread, which an abort leaves behind until it fails by itself. Waiting for a value in the store polls
 (`AbortableStore`). nccl's collectives end in silence: what they were to compute must not be used (`complete`,
 `phalanx.recovery.ranks.gate`). An abort holds until the next group begins (`begin_group`), also for what a rank enters
@@ -121,7 +121,7 @@ def _make_group(make: Callable[[Any], Any], store: Any, backend: str) -> Any:
     group: Future[Any] = Future()
     values: list[bytes] = []
     if store is not None and "nccl" in backend:  # whose threads would call Python for every value
-        store = store.clone()  # a connection of its own: one that waits for a value admits no other call
+        store = store.clone()  # its own connection: one that waits for a value admits no other call
     elif store is not None:
         store = noting = AbortableStore(store, values)
         group.add_done_callback(lambda _: noting.stop_noting())

@@ -438,7 +438,7 @@ WRONG = (
         "buckets",
         "drops what is larger than the limit",
         (("if each.requires_grad]", "if each.requires_grad and each.numel() * each.element_size() <= limit]"),),
-        says="gets a group of its own",
+        says="gets its own group",
     ),
     Wrong(
         "buckets",

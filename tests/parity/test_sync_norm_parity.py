@@ -150,7 +150,7 @@ def test_a_model_without_batch_norm_is_noted(ranks):
     [
         ({"tensor_parallel": 2, "num_workers": 2}, "with tensor_parallel = 2, where ranks hold parts of a model"),
         ({"pipeline_parallel": 2, "num_workers": 2}, "with pipeline_parallel = 2"),
-        ({"strategy": "local-sgd"}, "with strategy = 'local-sgd', whose ranks take steps of their own"),
+        ({"strategy": "local-sgd"}, "with strategy = 'local-sgd', whose ranks take their own steps"),
         ({"strategy": "ring", "fixed_order": True}, "with fixed_order"),
     ],
 )

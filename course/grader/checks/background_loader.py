@@ -24,7 +24,7 @@ DEPTH = 3
 
 
 def guarded(function: Callable[[], Any], seconds: float = 2.5) -> Any:
-    """Return what `function` returns, or HUNG if it takes longer; it runs in a thread of its own."""
+    """Return what `function` returns, or HUNG if it takes longer; it runs in a separate thread."""
     box: dict[str, Any] = {}
 
     def work() -> None:

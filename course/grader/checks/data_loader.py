@@ -119,7 +119,7 @@ def check_shards(case: tuple[int, int, int, int, bool], result: dict[str, Any]) 
     if result["changed"]:
         raise Mistake(
             "shard_indices changes the random state of the process: the weights and dropout that come later would "
-            "depend on it. Draw from a torch.Generator of your own.",
+            "depend on it. Draw from your own torch.Generator.",
             see=SPLIT,
         )
     if result["again"] != shards[0]:

@@ -224,7 +224,7 @@ def grade_stragglers(attempt: Attempt) -> None:
     for answer in attempt.run(rank_straggler, 3, (slow,)):
         calls = len(answer.calls) - 7  # the barriers of the steps
         if calls != 3:
-            raise Mistake(f"7 steps and 3 reports made {calls} calls of their own; one per report is enough", SLOW)
+            raise Mistake(f"7 steps and 3 reports made {calls} calls; one per report is enough", SLOW)
         first, second, third = answer.value
         if first["ranks"] != [slow] or not first["lost"] > 0.02:
             raise Mistake(

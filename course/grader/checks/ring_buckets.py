@@ -88,7 +88,7 @@ def rank_unflatten(module: ModuleType, seed: int, counts: Sequence[int]) -> list
 
 
 def expected_groups(parameters: Sequence[nn.Parameter], limit: int) -> list[list[int]]:
-    """Return the groups by a rule of their own: cut the reversed list wherever the next one does not fit."""
+    """Return the groups by their own rule: cut the reversed list wherever the next one does not fit."""
     left = [number for number in reversed(range(len(parameters))) if parameters[number].requires_grad]
     groups = []
     while left:
@@ -141,7 +141,7 @@ def check_groups(groups: list[list[int]], parameters: Sequence[nn.Parameter]) ->
     lost = sorted(set(wanted) - set(flat))
     if lost:
         size = parameters[lost[0]].numel() * parameters[lost[0]].element_size()
-        why = f"it is larger than the limit of {LIMIT} and gets a group of its own" if size > LIMIT else "each counts"
+        why = f"it is larger than the limit of {LIMIT} and gets its own group" if size > LIMIT else "each counts"
         if parameters[lost[0]].grad is None:
             why = "its gradient is None here, but other ranks may have one, and all ranks need equal groups"
         if size <= LIMIT and parameters[lost[0]].grad is not None and lost == wanted[: len(lost)]:

@@ -148,5 +148,5 @@ def check_report(folder: Path, counted: dict[str, dict[str, float]], source: Pat
                 f" how the profile shows it (the word {word!r} is missing or the text is too short)"
             )
         if cause in causes:
-            raise Mistake(f"report.md, section {name}: it has the text of another section; each has a cause of its own")
+            raise Mistake(f"report.md, section {name}: it has the text of another section; each has its own cause")
         causes.add(cause)

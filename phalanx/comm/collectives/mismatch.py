@@ -84,7 +84,7 @@ def start_check(
 
 
 def _records(channel: P2PChannel, ring: CallRing) -> GroupCalls:
-    """Return where the calls of these ranks are recorded; a thread of its own has its own order."""
+    """Return where the calls of these ranks are recorded; a separate thread has its own order."""
     records = channel.state.records.get(channel.peers)
     if records is None:
         ranks = dist.get_process_group_ranks(channel.group or dist.group.WORLD)

@@ -37,7 +37,7 @@ _QUIET = {
 }
 _LOCAL = {
     "RAY_worker_niceness": "0",  # Ray lowers the priority of its workers, but here nothing else runs
-    "RAY_prestart_worker_first_driver": "0",  # those of a run have variables of their own: none could be used
+    "RAY_prestart_worker_first_driver": "0",  # those of a run have their own variables: none could be used
     "RAY_enable_metrics_collection": "0",
 }
 """Settings of a Ray that is started for one run."""
@@ -157,7 +157,7 @@ def _start(num_cpus: float | None, folder: Path) -> None:
                     _node_ip_address="127.0.0.1",
                     _temp_dir=str(folder / session),
                 )
-        except Exception as error:  # of no class of its own where Ray's processes take too long
+        except Exception as error:  # Ray has no class for processes that take too long
             ray.shutdown()
             _end_processes(str(folder / session))
             if session == "s" or "timed out during startup" not in str(error):

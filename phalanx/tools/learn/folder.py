@@ -1,7 +1,7 @@
 """The course and a learner's folder: where they are, what is copied, what is graded, what was done.
 
 The course is plain files (`course/` of the repository, `phalanx/_course` of an installed package). Its graders are a
-package of their own, `grader`, that knows nothing of Phalanx: `python test_phase1.py` runs them as well.
+separate package, `grader`, that does not depend on Phalanx: `python test_phase1.py` runs them as well.
 """
 
 from __future__ import annotations

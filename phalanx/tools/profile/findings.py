@@ -14,7 +14,7 @@ from phalanx.tools.profile.split import CATEGORIES, Analysis, analyse
 from phalanx.tools.profile.timeline import RankTimeline, Usage
 
 _CLEAR = 0.1
-"""A smaller share of the step is not worth a verdict of its own."""
+"""A smaller share of the step is not worth its own verdict."""
 _AT_ONCE_BYTES = 8 << 20
 """Larger traces are analysed by `phalanx report --profile` only, not by the run itself, whose ranks would wait."""
 

@@ -1,4 +1,4 @@
-"""`PerformanceMonitor`: named timers for a loop of one's own, with a summary."""
+"""`PerformanceMonitor`: named timers for your own loop, with a summary."""
 
 from __future__ import annotations
 

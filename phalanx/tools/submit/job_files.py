@@ -59,7 +59,7 @@ def split_words(flag: str, text: str | None) -> list[str]:
 
 
 def own_limit(job: ClusterJob, options: CommonOptions) -> tuple[str, ...]:
-    """Return the flags by which a run ends itself, for targets without a time limit of their own."""
+    """Return the flags by which a run ends itself, for targets without their own time limit."""
     seconds = limit_seconds(job, options, 0)
     return () if seconds is None else ("--max-time", str(seconds))
 

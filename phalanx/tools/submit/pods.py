@@ -17,7 +17,7 @@ from phalanx.tools.submit.job_files import shell_join, uv_lines
 from phalanx.tools.submit.target import CommonOptions
 
 PORT = 29400
-"""Of the rendezvous; each pod has an address of its own."""
+"""Of the rendezvous; each pod has its own address."""
 WORK = "/workspace"
 SAVE_SECONDS = 120
 """How long a pod that is evicted may take to save."""

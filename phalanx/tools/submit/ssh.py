@@ -87,7 +87,7 @@ class Ssh(Target[SshOptions]):
         }
 
     def _commands(self, job: ClusterJob) -> Iterator[str]:
-        """Return what this machine runs, for a reader; `submit` runs the same with a number of its own for a copy."""
+        """Return what this machine runs, for a reader; `submit` runs the same with its own number for a copy."""
         work = f"{_work(job)}ID" if self.options.ship == "archive" else ""
         plan, folder = self._plan(job, "", work), self._folder(job, work)
         for host in plan.hosts:

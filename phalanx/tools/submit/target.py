@@ -196,7 +196,7 @@ def read_options(
 
 
 def _table(document: Mapping[str, Any], name: str, path: str | Path) -> Mapping[str, Any]:
-    """Return the options of a target in a file: those of all targets, and those of its own table."""
+    """Return the options of a target in a file: those of all targets, and those of its table."""
     if not isinstance(document, Mapping) or not isinstance(document.get(name, {}), Mapping):
         raise UsageError(f"{path}: the options of {name} are not a table", hint=f'Write: [{name}] partition = "gpu"')
     if wrong := [key for key in document if isinstance(document[key], dict) and key not in TARGETS]:

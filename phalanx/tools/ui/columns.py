@@ -33,7 +33,7 @@ _MOST_SPANS = 1500
 _one_at_a_time = threading.Lock()
 """Long files are read one after the other: the first is shown sooner, and the last not later."""
 _NOT_LISTED = ("step", "ranks", "phase", "goodput", "epoch", "metrics")
-"""Events with a curve, a heat map, a timeline or a bar of their own."""
+"""Events with a curve, a heat map, a timeline or their own bar."""
 
 
 class _Table:

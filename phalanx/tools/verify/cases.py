@@ -1,4 +1,4 @@
-"""Small proofs with models and data of their own, for what a user's model may never meet while it is verified.
+"""Small proofs with their own models and data, for what a user's model may never meet while it is verified.
 
 `late-labels`: labels that do not count (-100) come only after the first batches, so that each batch must say what its
 loss is the mean of. `changed-loss`: a callback changes the loss and the model while steps are launched as a CUDA graph.

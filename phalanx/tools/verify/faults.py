@@ -224,7 +224,7 @@ class _Run:
         return self._output.read_text(errors="replace").splitlines() if self._output.exists() else []
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events of the run in the order of time; each host has a file of its own."""
+        """Return the events of the run in the order of time; each host has its own file."""
         paths = sorted(self.run_dir.parent.glob(f"{self.run_dir.name}*/{EVENTS}"))
         return sorted((event for path in paths for event in read_events(path)), key=lambda event: float(event["time"]))
 

@@ -153,7 +153,7 @@ class Proof:
             for kind, limits in (("float64", fine), ("float32", coarse)):
                 name = f"{loop}-{kind}"
                 comparisons.append(compare(f"{kind}: {LOOPS[loop]}", one[name], laid[name], limits))
-        claim = "give in loops of one's own what one process gives"
+        claim = "give in your own loops what one process gives"
         return self._verdict(claim, one[f"{loops[0]}-float64"], comparisons)
 
     def _loop(self, loop: str, config: DistributedConfig, dtype: str) -> Run:

@@ -158,7 +158,7 @@ class Augment:
 
 
 def uniforms(key: SampleKey, places: Tensor, columns: int, purpose: int) -> Tensor:
-    """Return [places, columns] numbers from 0 to below 1, in float32; each `purpose` has numbers of its own.
+    """Return [places, columns] numbers from 0 to below 1, in float32; each `purpose` has its own numbers.
 
     SplitMix64 over 64-bit integers, which wrap around alike on all devices.
     """

@@ -1,4 +1,4 @@
-"""RandAugment as batched operations: which one an image gets is data, and no image needs a call of its own.
+"""RandAugment as batched operations: which one an image gets is data, and no image needs its own call.
 
 The thirteen operations and the identity of arXiv 1909.13719.
 Magnitudes are those of torchvision, with M of 30 levels.

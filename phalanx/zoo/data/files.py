@@ -1,4 +1,4 @@
-"""Files of one's own as a data set: texts, tables (parquet, jsonl, csv), images in class folders, tar shards.
+"""Your own files as a data set: texts, tables (parquet, jsonl, csv), images in class folders, tar shards.
 
 Files or folders named train*, and val*, valid*, dev* or test*, are the two splits; without such names a part of the
 samples is held out for validation. The meaning of columns and classes is learned from the training files alone. `text`

@@ -63,7 +63,7 @@ class FoundImages(NamedTuple):
     samples: list[tuple[Path, int]]
     """The file and its label; -1 for images without one."""
     part: str | None
-    """The part of the samples to take, where the data have no validation images of their own; None: all."""
+    """The part of the samples to take, where the data have no their own validation images; None: all."""
 
 
 def find_images(

@@ -1,4 +1,4 @@
-"""Where encoded images are: in a tar, in a row group of a parquet file, or in files of their own. No torch.
+"""Where encoded images are: in a tar, in a row group of a parquet file, or in separate files. No torch.
 
 A part has the label of each of its images, and reads one of them by its number. It holds no open file, so that worker
 processes may have copies of it.
@@ -69,7 +69,7 @@ def _below(file: Path, root: Path) -> Path:
 
 
 class FilePart:
-    """Images that are files of their own, in class folders or named one by one."""
+    """Images that are separate files, in class folders or named one by one."""
 
     def __init__(self, root: Path, samples: Sequence[tuple[Path, int]]) -> None:
         self._root = root

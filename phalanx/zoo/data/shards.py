@@ -117,7 +117,7 @@ class ImageShards(Dataset[tuple[torch.Tensor, int]]):
 
 
 class _ImageSource(NamedTuple):
-    """The images of one split. `held_out`: the part to take, where the data has no validation images of its own."""
+    """The images of one split. `held_out`: the part to take, where the data has no validation images."""
 
     parts: list[ImagePart]
     classes: list[str]

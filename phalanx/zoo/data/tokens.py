@@ -135,7 +135,7 @@ class WindowDataset(TokenDataset):
 
 
 class PackedDataset(TokenDataset):
-    """Sequences of whole documents; one that is longer than `seq_len` is cut, and its parts are documents of their own.
+    """Sequences of whole documents; one that is longer than `seq_len` is cut, and its parts are separate documents.
 
     A document of n tokens takes n - 1 places, as its last token is only a target.
     """

@@ -135,7 +135,7 @@ class Decoder(nn.Module):
         return token_loss(output, target)
 
     def compile_regions(self) -> list[tuple[nn.Module, str]]:
-        """Return what torch.compile compiles: the layers. The head has kernels of its own."""
+        """Return what torch.compile compiles: the layers. The head has its own kernels."""
         return [(layer, "forward") for layer in self.layers if layer is not None]
 
     def pipeline_units(self) -> list[str]:

@@ -2,7 +2,7 @@
 
 The global batch is always cut into PARTS parts, and rank r of n computes the parts r, r + n, ... All ranks get the
 gradients of all parts and add them in the order of the parts. So the weights have the same bits for any number of
-ranks. Each part has noise of its own on its inputs: the state of its generator belongs into the checkpoint.
+ranks. Each part has its own noise on its inputs: the state of its generator belongs into the checkpoint.
 
 ``python worker.py FOLDER STEPS``, with RANK, WORLD_SIZE, GENERATION, MASTER_ADDR and MASTER_PORT in the environment.
 """
