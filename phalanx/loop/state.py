@@ -270,6 +270,7 @@ def _template(formation: FormationState, saved: checkpoint.Checkpoint) -> dict[s
             present = {key: state for key, state in value["state"].items() if f"{name}.state.{key}" in entries}
             check_groups(value, *_saved_groups(formation, name, entries, present))
             _check_states(name, present, entries)
+            _check_options(name, value["param_groups"], entries)
             value["state"] = present
     optional = [name for name in template if name.split("@")[0] in formation.strategy.optional_state]
     missing = sorted(set(optional) - entries)
@@ -290,6 +291,16 @@ def _check_states(name: str, present: dict[str, Any], entries: set[str]) -> None
         if missing:
             raise CheckpointError(
                 f"the saved optimizer has no {', '.join(missing)}, which this run's optimizer keeps of {key}",
+                hint=f"Resume with the optimizer that was saved, {_OR_BEGIN}",
+            )
+
+
+def _check_options(name: str, groups: list[dict[str, Any]], entries: set[str]) -> None:
+    """Raise where the groups that were saved lack an option: they are those of another kind of optimizer."""
+    for number, group in enumerate(groups):
+        if missing := [option for option in group if f"{name}.param_groups.{number}.{option}" not in entries]:
+            raise CheckpointError(
+                f"the saved optimizer is of another kind: it has no {', '.join(missing)}, which this run's has",
                 hint=f"Resume with the optimizer that was saved, {_OR_BEGIN}",
             )
 

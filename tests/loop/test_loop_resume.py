@@ -157,6 +157,11 @@ def test_a_resume_without_a_group_that_was_added_is_refused_by_name(tmp_path):
     ("before", "after", "message"),
     [
         ({}, {"optimizer": "adamw"}, "the saved optimizer has no step, exp_avg, exp_avg_sq"),
+        (
+            {"optimizer": "adamw"},
+            {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)},  # it keeps no states
+            "the saved optimizer is of another kind: it has no momentum, dampening, nesterov",
+        ),
         ({}, {"scheduler": lambda o: StepLR(o, 3)}, "scheduler is StepLR, and the checkpoint has none"),
         (
             {"scheduler": lambda o: StepLR(o, 3)},
