@@ -28,11 +28,14 @@ def open_source(
     in_order: bool,
 ) -> Batches:
     """Return the micro-batches of a source: by index where the data set has indices, else as a stream."""
-    if source.is_stream or source.ready_batches:
-        from phalanx.data.iterable import ReadyItems  # most data has an index
-        from phalanx.data.streamed import StreamedBatches
+
+    def stream(items: Source) -> Batches:
+        from phalanx.data.streamed import StreamedBatches  # most data has an index
+
+        return StreamedBatches(items, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
+
     if source.is_stream:
-        return StreamedBatches(source, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
+        return stream(source)
     if source.batch_sampler is not None:
         order: Order = DrawnOrder(source.batch_sampler, seed=seed, batches=True)
     elif source.sampler is None:
@@ -40,8 +43,9 @@ def open_source(
     else:
         order = order_of(source.sampler, source.dataset, seed=seed, training=training, notes=notes)
     if source.ready_batches:
-        stream = dataclasses.replace(source, dataset=ReadyItems(source.dataset, order), is_stream=True)
-        return StreamedBatches(stream, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
+        from phalanx.data.iterable import ReadyItems
+
+        return stream(dataclasses.replace(source, dataset=ReadyItems(source.dataset, order), is_stream=True))
     mapped = MappedBatches(source, order, layout, seed=seed, drop_last=drop_last, group=group)
     if mapped.plan(0).length == 0:
         raise DataError(

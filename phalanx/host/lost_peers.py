@@ -16,6 +16,8 @@ _SOCKETS = os.path.dirname(socket.__file__)
 # What gloo, NCCL, the TCP store and plain sockets report when the peer was lost.
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|aborted|refused)( by peer)?|broken pipe|closed by remote"
+    # gloo, to what uses a pair after another call on it has waited too long
+    r"|application timeout caused pair closure|pair is not connected"
     r"|remote process (exited|has)|ncclRemoteError|NCCL communicator was aborted"
     r"|failed to recv, got 0 bytes|recvValue failed|sendBytes failed"
     r"|Horovod has been shut down|gloo.{0,40}connect"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import selectors
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ def may_restart(outcome: Outcome, *, failures: int, max_restarts: int) -> bool:
     return failed and outcome.exit_code not in (EXIT_PREEMPTED, EXIT_USAGE) and failures < max_restarts
 
 
-class LauncherLoop:
+class LauncherLoop(ABC):
     """Follows one run to its end in the caller's thread, by callbacks of the selector and timers.
 
     The first SIGINT, SIGTERM or SIGHUP is passed on to the ranks, which are killed after a grace period, or at a
@@ -174,17 +175,20 @@ class LauncherLoop:
         """Return when `_check` has something to do at the latest, if nothing else happens before."""
         return []
 
-    def _check(self) -> None:
+    def _check(self) -> None:  # noqa: B027 - a hook: not every launcher has deadlines
         """Do what depends on the clock; called after every round of events."""
 
+    @abstractmethod
     def _is_over(self) -> bool:
-        raise NotImplementedError
+        """Whether there is nothing left to wait for."""
 
+    @abstractmethod
     def _signal_ranks(self, number: int) -> None:
-        raise NotImplementedError
+        """Send a signal to all ranks."""
 
+    @abstractmethod
     def _kill_ranks(self) -> None:
-        raise NotImplementedError
+        """Kill all ranks."""
 
 
 def run_attempts(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-class GroupOptimizer(torch.optim.Optimizer):
+class GroupOptimizer(torch.optim.Optimizer, ABC):
     """What the optimizers of this package share: states that are made at the first step, and a step group by group."""
 
     @torch.no_grad()
@@ -27,8 +28,10 @@ class GroupOptimizer(torch.optim.Optimizer):
                 self._step_group(group, trained)
         return loss
 
+    @abstractmethod
     def _new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        raise NotImplementedError  # each optimizer has its own
+        """Return the state of a parameter before its first step."""
 
+    @abstractmethod
     def _step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        raise NotImplementedError  # each optimizer has its own
+        """Take the step of the parameters of a group that have a gradient."""

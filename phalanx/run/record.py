@@ -203,6 +203,10 @@ def end_record(run_dir: Path, outcome: str, cause: str = "") -> None:
         dataclasses.replace(record, outcome=outcome, cause=cause).write(run_dir)
 
 
+_GIT_SECONDS = 2.0
+"""How long git may take to answer, and then to end."""
+
+
 def _git(*words: str) -> str | None:
     """Return what git prints; None without git or a repository, and where the file system does not answer soon."""
     try:
@@ -211,10 +215,14 @@ def _git(*words: str) -> str | None:
         return None
     with process:
         try:
-            printed, _ = process.communicate(timeout=2)
+            printed, _ = process.communicate(timeout=_GIT_SECONDS)
         except subprocess.TimeoutExpired:
             # Killed, it would leave the repository's index locked, and the user's next `git commit` would fail.
             process.terminate()
+            try:
+                process.wait(_GIT_SECONDS)
+            except subprocess.TimeoutExpired:  # only SIGKILL ends what waits for a network file system
+                process.kill()
             return None
     return printed.decode(errors="replace") if process.returncode == 0 else None
 

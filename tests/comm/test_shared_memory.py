@@ -112,6 +112,26 @@ def test_numbers_are_added_up_also_where_a_rank_is_ahead(ranks, size):
     ranks(add_numbers, world_size=size)
 
 
+def leave_out_sums() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numbers = SharedNumbers(group_text_gatherer(None), rank, size, timeout=LIMIT_SECONDS)
+    barrier = numbers._barrier
+    for step in range(0, 40, 4):
+        numbers.put(step + rank / 10)
+        if rank == 1:  # what the other one has shown meanwhile must not replace what this one has yet to read
+            barrier.await_others()
+            time.sleep(0.02)
+        assert numbers.total() == sum(step + peer / 10 for peer in range(size))
+        for left_out in range(1, 3):
+            numbers.put(1000.0 * left_out)
+        numbers.put(step + 3.0)
+        assert numbers.total() == size * (step + 3.0)
+
+
+def test_a_sum_that_no_rank_asks_for_changes_none_that_is_read_late(ranks):
+    ranks(leave_out_sums, world_size=2)
+
+
 def wait_for_a_number() -> None:
     numbers = SharedNumbers(group_text_gatherer(None), dist.get_rank(), dist.get_world_size(), timeout=0.2)
     if dist.get_rank() == 0:

@@ -223,6 +223,16 @@ def test_a_repository_that_answers_slowly_is_not_left_locked(tmp_path, monkeypat
     assert not Path(".git/index.lock").exists()
 
 
+@pytest.mark.timeout(60)
+def test_a_git_that_ignores_its_end_holds_no_run_up(tmp_path, monkeypatch):
+    """As one that waits for a network file system, which only SIGKILL ends."""
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\ntrap '' TERM\nexec sleep 1000\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert RunRecord.of_this_process({}).commit is None
+
+
 def test_trials_are_runs_that_do_not_hide_the_others(inside):
     study = Path("runs/tune-x-20260101-000000")
     shutil.copytree(find_run("names").path, study / "trials" / "0003", dirs_exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import secrets
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -38,9 +39,9 @@ class OnKubernetes(Target[PodOptions]):
     selector: str = "app.kubernetes.io/instance"
     """The label with the job's name that its pods have."""
 
+    @abstractmethod
     def objects(self, job: ClusterJob) -> list[Object]:
         """Return the objects, the job itself last."""
-        raise NotImplementedError
 
     def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the objects as YAML."""

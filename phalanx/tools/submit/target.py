@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -99,7 +100,7 @@ class Status:
     nodes: tuple[str, ...] = ()
 
 
-class Target(Generic[Options]):
+class Target(ABC, Generic[Options]):
     """One kind of cluster. Methods raise UsageError with the scheduler's own answer, first line first."""
 
     name: ClassVar[str]
@@ -122,29 +123,29 @@ class Target(Generic[Options]):
     def __init__(self, options: Options) -> None:
         self.options = options
 
+    @abstractmethod
     def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the files that would be submitted, by name, the main one first; the same for the same job."""
-        raise NotImplementedError
 
     def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
         """Return what was checked of rendered files, in words; UsageError for what is wrong."""
         return []
 
+    @abstractmethod
     def submit(self, job: ClusterJob, folder: Path) -> str:
         """Submit the files that were written to a folder; return the scheduler's id. Leave nothing half-submitted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def status(self, record: JobRecord) -> Status:
         """Ask the scheduler about a job."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
         """Return the job's output line by line; `follow`: until it ends; `rank`: of one rank only."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cancel(self, record: JobRecord) -> None:
         """End a job."""
-        raise NotImplementedError
 
 
 def target_class(name: str) -> type[Target[Any]]:

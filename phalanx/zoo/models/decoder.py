@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ _LEAST_HEAD = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig:
+class DecoderConfig(ABC):
     """The shape of a decoder."""
 
     vocab_size: int = 256
@@ -31,9 +32,9 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tie_weights: bool = True
 
+    @abstractmethod
     def layer_weights(self) -> int:
         """Return the weights of one layer's matrices that multiply each token."""
-        raise NotImplementedError
 
     def dimensions(self) -> dict[str, Any]:
         """Return the sizes by which `phalanx plan` knows a transformer (see `model.py`)."""
