@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from phalanx.config import DistributedConfig
-from phalanx.errors import UsageError
+from phalanx.errors import ModelError, UsageError, a_type
 from phalanx.loop.loss_log import LossWeights
 from phalanx.loop.optimizer_parameters import ConcurrentLoaders, HeldParameters, UnfinishedSteps
 from phalanx.loop.precision import LossScale, Precision
@@ -29,6 +29,15 @@ def _one_pass(strategy: str) -> UsageError:
     return UsageError(
         f"backward was called twice for one micro-batch, and {strategy} does not add the gradients of the calls up",
         hint="Add the losses up and call backward once: f.backward(first + second).",
+    )
+
+
+def _no_gradient(loss: object) -> ModelError | UsageError:
+    if not isinstance(loss, torch.Tensor):
+        return UsageError(f"backward() got {a_type(loss)}", hint="Give it the loss, a tensor with one number.")
+    return ModelError(
+        "the loss has no gradient: it does not depend on a trained parameter",
+        hint="Compute it from the model's output without detach(), item(), numpy() or torch.no_grad() on the way.",
     )
 
 
@@ -147,6 +156,8 @@ class Gradients:
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add this micro-batch's gradient; `weight`: how many units (tokens, say) the loss is the mean of."""
+        if not getattr(loss, "requires_grad", False):
+            raise _no_gradient(loss)
         factor = self.enter(weight)
         scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
         self._strategy.backward(scaled)

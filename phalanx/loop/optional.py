@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from phalanx.loop.recorders import open_sinks, own_run_dir
     from phalanx.loop.reporting import Reporter
     from phalanx.loop.sync_norm import NormRanks, synchronise
-    from phalanx.loop.training_step import TrainingStep, check_training_step
     from phalanx.loop.tuning_trial import EpochControl
 
 __all__ = [
@@ -26,9 +25,7 @@ __all__ = [
     "NormRanks",
     "Reporter",
     "StopNotices",
-    "TrainingStep",
     "WeightAverage",
-    "check_training_step",
     "gather",
     "gather_samples",
     "open_sinks",
@@ -45,7 +42,6 @@ _NAMES = {
     "phalanx.loop.recorders": "open_sinks own_run_dir",
     "phalanx.loop.reporting": "Reporter",
     "phalanx.loop.sync_norm": "NormRanks synchronise",
-    "phalanx.loop.training_step": "TrainingStep check_training_step",
     "phalanx.loop.tuning_trial": "EpochControl",
 }
 __getattr__ = lazy_names(__name__, _NAMES)

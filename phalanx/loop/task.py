@@ -15,7 +15,6 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.data.source import read_source
 from phalanx.errors import UsageError, a_type
-from phalanx.loop import optional
 from phalanx.loop.best import check_metrics
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Hooks
@@ -66,7 +65,10 @@ def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any,
     if task.training_step is None:
         model = formation.prepare(task.model)
         return model, formation.prepare(make_optimizer(task, formation.config, formation.device)), None
-    user_step = optional.TrainingStep(formation, task.training_step, task.model, task.optimizer)
+    # Few runs have a step of their own. `optional` cannot have its class, which needs the type of a formation.
+    from phalanx.loop.training_step import TrainingStep
+
+    user_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)
     return task.model, user_step.groups, user_step
 
 
@@ -153,7 +155,9 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     check_metrics(config, has_val=task.val is not None)
     Hooks(task.callbacks)
     if task.training_step is not None:
-        optional.check_training_step(task.training_step, task.model, task.optimizer, task.scheduler, config)
+        from phalanx.loop.training_step import check_training_step
+
+        check_training_step(task.training_step, task.model, task.optimizer, task.scheduler, config)
         if task.val is not None and type(task.model).forward is nn.Module.forward:
             raise UsageError(
                 f"{type(task.model).__name__} has no forward, by which validation data are evaluated",

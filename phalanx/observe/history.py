@@ -94,9 +94,9 @@ class History:
 
     @property
     def best_loss(self) -> float | None:
-        """The lowest validation loss, or training loss without validation; None before the first epoch."""
-        measured = list(_finite(self._measured("loss")))
-        return min(measured or _finite(record.train_loss for record in self.epochs), default=None)
+        """The lowest validation loss, or training loss without validation; None if no finite one was measured."""
+        measured = [value for value in self._measured("loss") if value is not None]
+        return min(_finite(measured or (record.train_loss for record in self.epochs)), default=None)
 
     def _measured(self, name: str) -> list[float | None]:
         """Return a metric's values on the validation data."""

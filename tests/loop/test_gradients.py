@@ -7,11 +7,25 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from phalanx.errors import UsageError
+from phalanx.errors import ModelError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.precision import LossScale
 
 DATA = TensorDataset(torch.linspace(-1, 1, 16).view(8, 2), torch.ones(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "error", "words"),
+    [
+        (lambda loss: loss.detach(), ModelError, "the loss has no gradient: it does not depend on a trained parameter"),
+        (lambda loss: loss.item(), UsageError, r"backward\(\) got a float"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused(loss_of, error, words):
+    with Formation(device="cpu", batch_size=8) as formation:
+        model = formation.prepare(nn.Linear(2, 1))
+        with pytest.raises(error, match=words):
+            formation.backward(loss_of(model(DATA.tensors[0]).square().mean()))
 
 
 def test_parameters_outside_the_optimizer_do_not_count_and_are_cleared():

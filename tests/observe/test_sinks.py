@@ -332,6 +332,8 @@ def test_history_knows_the_best_and_the_last():
     empty = History(steps=[{"loss": 0.5}])
     assert (empty.best_accuracy, empty.best_loss, empty.final_loss) == (None, None, 0.5)
     assert History(epochs=[EpochRecord(1, 1, 0.9)]).best_loss == 0.9
+    diverged = History(epochs=[EpochRecord(1, 1, 0.9, {"loss": math.nan})])
+    assert diverged.best_loss is None, "a training loss is not the best of validation losses"
 
 
 def test_history_survives_json():
