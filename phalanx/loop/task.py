@@ -135,7 +135,7 @@ def _options_for(task: TrainTask, config: DistributedConfig) -> dict[str, Any]:
 def add_objects(task: TrainTask, config: DistributedConfig, device: torch.device) -> None:
     """Give a task that has none an optimizer object and, unless the config schedules the rate, a scheduler object.
 
-    For proofs: such objects have state of their own, which a rank that replaces another does not have.
+    For proofs: such objects have their own state, which a rank that replaces another does not have.
     """
     if task.optimizer is not None:
         return
@@ -199,7 +199,7 @@ def _check_called(name: str, function: Any) -> None:
 
 
 def _check_loss(loss_fn: Any) -> None:
-    """Raise for a loss with weights of its own: the optimizer and the checkpoints are the model's."""
+    """Raise for a loss with its own weights: the optimizer and the checkpoints are the model's."""
     _check_called("loss_fn", loss_fn)
     reduction = _reduction(loss_fn)
     if reduction in ("sum", "none"):
