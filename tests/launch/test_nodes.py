@@ -104,7 +104,11 @@ class Machines:
             for thread in group._mailbox.threads:
                 thread.join()
         group._neighbours.watch({})
-        group.__dict__.clear()
+        for name in vars(group).keys() - {
+            "_request",
+            "wakeup",
+        }:  # which its threads use until they see that it has ended
+            delattr(group, name)
 
 
 @pytest.fixture(autouse=True)
