@@ -104,10 +104,8 @@ class Machines:
             for thread in group._mailbox.threads:
                 thread.join()
         group._neighbours.watch({})
-        for name in vars(group).keys() - {
-            "_request",
-            "wakeup",
-        }:  # which its threads use until they see that it has ended
+        used_by_threads = {"_request", "wakeup"}  # which end a moment later
+        for name in vars(group).keys() - used_by_threads:
             delattr(group, name)
 
 
