@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 _PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4
+"""The flag of a process that is being taken down, in the ninth field of its stat file."""
 _PR_SET_NAME = 15
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -101,6 +103,12 @@ def is_same_user(connection: socket.socket) -> bool:
 def is_stopped(pid: int) -> bool:
     """Whether a process does not run because of SIGSTOP, a terminal or a debugger."""
     return stat_fields(pid)[:1] in (["T"], ["t"])
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the kernel is taking a process down: its connections are closed, and its end is not reported yet."""
+    state, *fields = stat_fields(pid) or [""]
+    return state not in ("", "Z", "X") and bool(int(fields[5]) & _PF_EXITING)
 
 
 def cpu_seconds() -> float:

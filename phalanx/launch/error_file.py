@@ -20,6 +20,7 @@ from phalanx.errors import PhalanxError
 from phalanx.host.files import replace_file
 from phalanx.host.lost_peers import is_of_collectives
 from phalanx.host.messages import Message
+from phalanx.host.processes import is_ending
 from phalanx.observe import heartbeat
 from phalanx.observe.call_ring import is_users
 
@@ -142,6 +143,9 @@ def any_record(log_dir: Path) -> dict[str, Any] | None:
 
 _KILLED = re.compile(r"DataLoader worker \(pid\S* (\d+)")
 _POLLS, _POLL_SECONDS = 10, 0.05
+"""How often to look for a killed worker, and how long between."""
+_ENDING_SECONDS = 20.0
+"""How much longer to wait for one that the kernel is taking down: on a busy machine that takes seconds."""
 _loaders: dict[int, str] = {}
 """The data set and the loop of each worker process."""
 
@@ -165,7 +169,9 @@ def note_loaders() -> None:
 
 def name_loader(error: BaseException) -> BaseException:
     """Return the error of a killed worker with its loader, also where another error came first, else the same error."""
-    for _ in range(_POLLS if _loaders else 0):
+    polls = _POLLS if _loaders else 0
+    latest = time.monotonic() + _ENDING_SECONDS
+    while polls > 0:
         if isinstance(error, RuntimeError) and (worker := _KILLED.match(str(error))) is not None:
             place = _loaders.get(int(worker[1]), "an unknown data set")
             error.args = (f"{str(error).rstrip(' .')}. It loads {place}.",)
@@ -177,6 +183,7 @@ def name_loader(error: BaseException) -> BaseException:
         elif not isinstance(error, (OSError, EOFError)):
             return error
         else:
+            polls -= time.monotonic() > latest or not any(map(is_ending, _loaders))
             time.sleep(_POLL_SECONDS)
     return error
 

@@ -196,7 +196,12 @@ class Formation:
     def reduce(self, value: float | torch.Tensor, op: str = "mean") -> torch.Tensor:
         """Return the mean (or sum, min, max) of a value over all ranks, equal on all of them."""
         operation = reduce_op(op)
-        tensor = torch.as_tensor(value, device=self.device).detach().clone()
+        try:
+            tensor = torch.as_tensor(value, device=self.device).detach().clone()
+        except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(value, torch.Tensor):  # the device's own error
+                raise
+            raise UsageError(f"reduce() got {a_type(value)}: {error}", hint="Give it a number or a tensor.") from error
         if op == "mean" and not tensor.is_floating_point():
             tensor = tensor.double()
         if self.world_size > 1:

@@ -258,6 +258,11 @@ class Gradients:
         part: nn.Module | torch.optim.Optimizer | None = None,
     ) -> torch.Tensor | None:
         """Clip to one norm at a boundary, over all or a part; return the norm before, or None between boundaries."""
+        if max_norm <= 0:  # torch would turn the gradient around, or remove it
+            raise UsageError(
+                f"clip_grad_norm({max_norm:g}): the norm must be greater than 0",
+                hint="To clip nothing, leave the call out.",
+            )
         if not self.boundary:
             return None
         self.finish()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 import phalanx
-from phalanx.launch.error_file import is_launchers, users_traceback
+from phalanx.host.processes import is_ending, stat_fields
+from phalanx.launch import error_file
+from phalanx.launch.error_file import is_launchers, name_loader, users_traceback
 
 LIBRARY = Path(phalanx.__file__).parent / "loop" / "stand_in.py"
 
@@ -86,3 +92,32 @@ def test_the_exception_before_is_cut_too():
 )
 def test_files_around_every_target_are_known_without_an_engines_name(file, is_around):
     assert is_launchers(str(Path(phalanx.__file__).parent / file)) is is_around
+
+
+class Hoard(Dataset):
+    """Samples of a worker that takes long to end: its memory has to be freed."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.held = torch.ones(64 << 20)
+        return torch.ones(1)
+
+
+def lose_a_worker_that_ends_slowly() -> str:
+    error_file._POLLS, error_file._POLL_SECONDS = 2, 0.001
+    batches = iter(DataLoader(Hoard(), num_workers=1))
+    next(batches)
+    worker = batches._workers[0].pid
+    try:
+        os.kill(worker, signal.SIGKILL)
+        while not is_ending(worker) and stat_fields(worker)[0] != "Z":
+            pass
+        return str(name_loader(ConnectionResetError("Connection reset by peer")))
+    except RuntimeError as late:  # torch's handler of SIGCHLD
+        return str(name_loader(late))
+
+
+def test_a_worker_that_takes_long_to_end_is_named(ranks):
+    assert "It loads Hoard.__getitem__ (test_error_file.py:" in ranks(lose_a_worker_that_ends_slowly, world_size=1)[0]

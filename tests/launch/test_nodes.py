@@ -104,7 +104,9 @@ class Machines:
             for thread in group._mailbox.threads:
                 thread.join()
         group._neighbours.watch({})
-        group.__dict__.clear()
+        used_by_threads = {"_request", "wakeup"}  # which end a moment later
+        for name in vars(group).keys() - used_by_threads:
+            delattr(group, name)
 
 
 @pytest.fixture(autouse=True)

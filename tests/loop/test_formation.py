@@ -194,6 +194,12 @@ def test_reduce_print_and_ranks(ranks):
     assert second == ([1.5, 3.0, 1.0, 2.0], 0.5, "", 2, False)
 
 
+@pytest.mark.parametrize("value", ["0.5", ["a", "b"], None])
+def test_what_is_not_a_number_cannot_be_reduced(value):
+    with Formation(device="cpu") as formation, pytest.raises(UsageError, match=r"reduce\(\) got a"):
+        formation.reduce(value)
+
+
 def test_clipping_returns_one_norm_and_only_at_a_boundary(ranks):
     def clip() -> list[float | None]:
         with make_formation(batch_size=4, gradient_accumulation_steps=2) as formation:

@@ -28,6 +28,17 @@ def test_a_loss_without_a_gradient_is_refused(loss_of, error, words):
             formation.backward(loss_of(model(DATA.tensors[0]).square().mean()))
 
 
+@pytest.mark.parametrize("norm", [0.0, -1.0])
+def test_a_norm_that_would_remove_or_turn_the_gradient_is_refused(norm):
+    with Formation(device="cpu", batch_size=8) as formation:
+        model = formation.prepare(nn.Linear(2, 1))
+        formation.backward(model(DATA.tensors[0]).square().mean())
+        gradient = model.weight.grad.clone()
+        with pytest.raises(UsageError, match=rf"clip_grad_norm\({norm:g}\): the norm must be greater than 0"):
+            formation.clip_grad_norm(norm)
+        assert torch.equal(model.weight.grad, gradient)
+
+
 def test_parameters_outside_the_optimizer_do_not_count_and_are_cleared():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
