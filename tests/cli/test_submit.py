@@ -369,9 +369,9 @@ def test_links_are_shipped_as_links_and_those_that_would_lead_nowhere_are_named(
         outside["dataset"] = "data"
     (tmp_path / "code.tar.gz").write_bytes(archive(folder)[1])
     said = archive_line(folder).partition("left out: ")[2]
-    with tarfile.open(tmp_path / "code.tar.gz") as tar:
-        tar.extractall(tmp_path / "copy", filter="data")
     copy = tmp_path / "copy"
+    copy.mkdir()
+    subprocess.run(["tar", "-xzf", tmp_path / "code.tar.gz", "-C", copy], check=True)
     for name in targets:
         assert (copy / name).is_symlink()
         assert (copy / name).resolve().is_relative_to(copy), "not to this machine's folder"

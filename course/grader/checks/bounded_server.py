@@ -81,30 +81,31 @@ def rank_bounded(module: ModuleType, rank: int, world: int, case: dict[str, Any]
 
 def grade_bounded(attempt: Attempt) -> None:
     """Run all cases; a busy machine gets a second and a third chance."""
-    repeat_if_late(lambda: check_bounded(attempt))
+    repeat_if_late(lambda stretch: check_bounded(attempt, SLOW * stretch))
 
 
-def check_bounded(attempt: Attempt) -> None:
+def check_bounded(attempt: Attempt, pause: float) -> None:
     """Slow workers, one that hangs from the start, one that hangs while others are held back, one that comes late."""
     bound, steps = attempt.random.choice((3, 4)), 7
     common = {"seed": attempt.seed(), "size": 6, "steps": steps, "bound": bound, "folder": str(attempt.folder)}
     common |= {"hangs": {}, "late": {}}
     for limit, behind in ((bound, 2), (0, 1)):
-        slow = {**common, "bound": limit, "pauses": {behind: SLOW}, "patience": 0.3}
+        slow = {**common, "bound": limit, "pauses": {behind: pause}, "patience": 2.5 * pause}
         lead = f"The lead may be {limit}: do not hold a worker whose lead is at most that"
         answers = run_case(attempt, 3, slow, f"{WAITS}. {lead}", [])
         check_bounded_weights(answers, slow, {1: steps, 2: steps})
-        check_lead(answers, limit, behind)
+        check_lead(answers, limit, behind, pause)
     # In the second case the first push of the worker that hangs, after a pause, releases the others: they get their
     # answers when it does, push, and are held back again. When it is overdue, their last answers are as old.
     hung = attempt.random.sample((1, 2, 3), 2)
-    for worker, pause, first_steps in ((hung[0], 0.0, 0), (hung[1], 2 * SLOW, 1)):
-        hanging = {**common, "pauses": {worker: pause}, "hangs": {worker: first_steps}, "patience": 4 * SLOW}
+    for worker, before, first_steps in ((hung[0], 0.0, 0), (hung[1], 2 * pause, 1)):
+        hanging = {**common, "pauses": {worker: before}, "hangs": {worker: first_steps}, "patience": 4 * pause}
         answers = run_case(attempt, 4, hanging, silent(worker), [worker])
         check_bounded_weights(answers, hanging, dict.fromkeys((1, 2, 3), steps) | {worker: first_steps})
     gone, late, last = attempt.random.choice(((1, 2, 3), (1, 3, 2), (2, 3, 1)))  # the higher number is given up first
-    both = {**common, "pauses": {gone: SLOW, last: 0.2}, "hangs": {late: 0, gone: 2}, "late": {late: 1.1}}
-    both |= {"patience": 0.6, "steps": 9}
+    pauses = {gone: pause, last: 1.7 * pause}
+    both = {**common, "pauses": pauses, "hangs": {late: 0, gone: 2}, "late": {late: 9 * pause}}
+    both |= {"patience": 5 * pause, "steps": 9}
     answers = run_case(attempt, 4, both, silent(late), [late, gone])
     check_late_push(answers, late)
     check_bounded_weights(answers, both, {late: 0, gone: 2, last: 9})
@@ -157,27 +158,27 @@ def check_lost(lost: str, right: list[int], patience: float) -> None:
     if len(right) > 1 and lost == str(right[:1]):
         raise Mistake(f"two workers hang, one after the other, and {text}", SEE_BOUNDED)
     raise Late(
-        f"{text}. Only a worker that has pulled and does not push for {patience} s is silent: not one that the server "
-        "holds back, nor one that has finished",
+        f"{text}. Only a worker that has pulled and does not push for {patience:.1f} s is silent: not one that the "
+        "server holds back, nor one that has finished",
         SEE_BOUNDED,
     )
 
 
-def check_lead(answers: Sequence[Answer], bound: int, behind: int) -> None:
+def check_lead(answers: Sequence[Answer], bound: int, behind: int, pause: float) -> None:
     """Raise if the fast worker began a step too early, or was held back without need."""
     ahead = 3 - behind
     fast, slow = answers[ahead].value["times"], answers[behind].value["times"]
     for step, moment in enumerate(fast):
         # The fast worker begins step number `step` with `step` pushes done; the other has one for each pause that is
         # over.
-        pushed = sum(began + SLOW <= moment for began in slow)
+        pushed = sum(began + pause <= moment for began in slow)
         if step - pushed > bound:
             raise Mistake(
                 f"worker {ahead} began step {step} when worker {behind} had pushed {pushed} times; with bound={bound} "
                 f"it must wait at the server until worker {behind} has pushed {step - bound} times",
                 SEE_BOUNDED,
             )
-    if fast[bound] - fast[0] > SLOW * 0.8:
+    if fast[bound] - fast[0] > pause * 0.8:
         raise Late(
             f"worker {ahead} was held back before its lead exceeded bound={bound}: it may begin step {bound} before "
             f"worker {behind} has pushed at all",

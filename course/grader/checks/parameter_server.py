@@ -133,10 +133,10 @@ SLOW_START = 0.3
 
 
 def rank_async(
-    module: ModuleType, rank: int, world: int, seed: int, size: int, steps: int, slow: int, first: float
+    module: ModuleType, rank: int, world: int, seed: int, size: int, steps: int, slow: int, pauses: tuple[float, float]
 ) -> dict[str, Any]:
-    """Train without lockstep; one worker is slow, and may be slower still in its first step."""
-    weights, worker = begin(seed, size, rank), Worker(rank, *((SLOW, first) if rank == slow else ()))
+    """Train without lockstep; one worker pauses in each step, and once more in its first."""
+    weights, worker = begin(seed, size, rank), Worker(rank, *(pauses if rank == slow else ()))
     log = module.train_async(weights, worker, steps, RATE)
     ended = time.monotonic()
     return {
@@ -166,19 +166,23 @@ def replay(
 def grade_async(attempt: Attempt) -> None:
     """Run it; a busy machine gets a second and a third chance."""
     for slow, first in ((2, 0.0), (1, 0.0), (2, SLOW_START), (1, SLOW_START)):
-        repeat_if_late(lambda slow=slow, first=first: check_async(attempt, slow, first))  # type: ignore[misc]
+        repeat_if_late(
+            lambda stretch, slow=slow, first=first: check_async(attempt, slow, SLOW * stretch, first * stretch)
+        )
 
 
-def check_async(attempt: Attempt, slow: int, first: float) -> None:
+def check_async(attempt: Attempt, slow: int, pause: float, first: float) -> None:
     """Check the log, the weights that follow from it, and that the fast worker did not wait for the slow one."""
     steps, seed, size = attempt.random.randint(4, 5), attempt.seed(), attempt.random.randint(5, 30)
-    answers = run_explained(attempt, rank_async, 3, (seed, size, steps, slow, first), waits=WAITS, see=SEE_ASYNC)
+    answers = run_explained(
+        attempt, rank_async, 3, (seed, size, steps, slow, (pause, first)), waits=WAITS, see=SEE_ASYNC
+    )
     log = answers[0].value["log"]
     check_log(log, steps)
     workers, counted = [worker for worker, _ in log], [stale for _, stale in log]
     right = check_known_mistakes(answers[0].value["weights"], seed, size, workers)
     check_worker_inputs(answers, seed, size, steps, SEE_ASYNC)
-    check_not_held(answers, steps, slow, first)
+    check_not_held(answers, steps, slow, pause, first)
     _, staleness, seen = replay(seed, size, workers, lambda stale: 1.0)
     if not right:
         raise Mistake(
@@ -217,7 +221,7 @@ def check_log(log: Any, steps: int) -> None:
             )
 
 
-def check_not_held(answers: Sequence[Answer], steps: int, slow: int, first: float) -> None:
+def check_not_held(answers: Sequence[Answer], steps: int, slow: int, pause: float, first: float) -> None:
     """Raise if the fast worker waited for the slow one, all along or for its first push."""
     fast = 3 - slow
     times, others = answers[fast].value["times"], answers[slow].value["times"]
@@ -227,14 +231,14 @@ def check_not_held(answers: Sequence[Answer], steps: int, slow: int, first: floa
     if last > second * (steps - 1) * 0.6:
         raise Late(
             f"worker {fast} takes no time for a gradient, but its last one came {last:.2f} s after its first; worker "
-            f"{slow} takes {SLOW} s each. {reason}",
+            f"{slow} takes {pause:.2f} s each. {reason}",
             SEE_ASYNC,
         )
     if first and times[1] - times[0] > 0.8 * first:
         raise Late(
             f"worker {fast} takes no time for a gradient, and began its second step {times[1] - times[0]:.2f} s after "
-            f"its first; the first push of worker {slow} comes after {SLOW + first:.2f} s. {reason}, also in the first "
-            "round",
+            f"its first; the first push of worker {slow} comes after {pause + first:.2f} s. {reason}, also in the "
+            "first round",
             SEE_ASYNC,
         )
 

@@ -48,28 +48,29 @@ class Pause(torch.autograd.Function):
     """A pause in forward and in backward, noted with its time."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, notes: list[tuple[str, float, float]]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, seconds: float, notes: list[tuple[str, float, float]]) -> Tensor:
         """Pass the tensor on, later."""
-        ctx.notes = notes
+        ctx.seconds, ctx.notes = seconds, notes
         began = time.monotonic()
-        time.sleep(PAUSE)
+        time.sleep(seconds)
         notes.append(("F", began, time.monotonic()))
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Pass the gradient on, later."""
         began = time.monotonic()
-        time.sleep(PAUSE)
+        time.sleep(ctx.seconds)
         ctx.notes.append(("B", began, time.monotonic()))
-        return gradient, None
+        return gradient, None, None
 
 
 class Stage(nn.Module):
     """One stage: a linear layer with a pause; it notes its work and the micro-batches that it keeps alive."""
 
-    def __init__(self, seed: int, rank: int, width: int) -> None:
+    def __init__(self, seed: int, rank: int, width: int, pause: float = 0.0) -> None:
         super().__init__()
+        self.pause = pause
         torch.manual_seed(seed + rank)
         self.linear = nn.Linear(width, width)
         self.notes: list[tuple[str, float, float]] = []
@@ -94,7 +95,7 @@ class Stage(nn.Module):
         self.received.append(weakref.ref(inputs))
         self.held = max(self.held, sum(each() is not None for each in self.received))
         with self.counted():
-            return torch.tanh(Pause.apply(self.linear(inputs), self.notes))
+            return torch.tanh(Pause.apply(self.linear(inputs), self.pause, self.notes))
 
 
 def schedule_of(kind: str, stage: int, stages: int, count: int) -> list[Action]:
@@ -120,10 +121,10 @@ def micro_batches(seed: int, count: int, shape: Sequence[int]) -> tuple[list[Ten
 
 
 def rank_run(
-    module: ModuleType, rank: int, world: int, seed: int, kind: str, count: int, shape: Sequence[int]
+    module: ModuleType, rank: int, world: int, seed: int, kind: str, count: int, shape: Sequence[int], pause: float
 ) -> dict[str, Any]:
     """Run one schedule."""
-    stage = Stage(seed, rank, shape[1])
+    stage = Stage(seed, rank, shape[1], pause)
     inputs, targets = micro_batches(seed, count, shape)
     schedule = schedule_of(kind, rank, world, count)
     loss = module.run_pipeline(
@@ -143,15 +144,15 @@ def rank_run(
 
 def grade_run(attempt: Attempt) -> None:
     """Run gpipe on two stages and 1f1b on three."""
-    repeat_if_late(lambda: grade_kind(attempt, "gpipe", 2, 6))
-    repeat_if_late(lambda: grade_kind(attempt, "1f1b", 3, attempt.random.randint(5, 6)))
+    repeat_if_late(lambda stretch: grade_kind(attempt, "gpipe", 2, 6, PAUSE * stretch))
+    repeat_if_late(lambda stretch: grade_kind(attempt, "1f1b", 3, attempt.random.randint(5, 6), PAUSE * stretch))
 
 
-def grade_kind(attempt: Attempt, kind: str, ranks: int, count: int) -> None:
+def grade_kind(attempt: Attempt, kind: str, ranks: int, count: int, pause: float) -> None:
     """Run one schedule and check everything."""
     shape, seed = (attempt.random.randint(2, 5), attempt.random.randint(3, 6)), attempt.seed()
     answers = run_explained(
-        attempt, rank_run, ranks, (seed, kind, count, shape), waits=WAITS, errors=ERRORS, see=SEE_RUN
+        attempt, rank_run, ranks, (seed, kind, count, shape, pause), waits=WAITS, errors=ERRORS, see=SEE_RUN
     )
     text = f"{kind} with {ranks} stages and {count} micro-batches"
     check_order(text, answers, kind, count)

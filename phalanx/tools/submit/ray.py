@@ -175,7 +175,9 @@ def _unpacked(folder: Path) -> Path:
     code = folder / "code"
     for packed in folder.glob("code-*.tar.gz"):
         with tarfile.open(packed) as archive:
-            archive.extractall(code, filter="data")
+            if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and newer
+                archive.extraction_filter = tarfile.data_filter
+            archive.extractall(code)
     return code
 
 
