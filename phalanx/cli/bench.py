@@ -58,7 +58,7 @@ def _machine_parser() -> FlagParser:
     usage = "phalanx bench machine [--output FILE] [--json]"
     parser = FlagParser(prog="phalanx bench machine", usage=usage, description=text)
     add_output_flag(parser, "--output", endings=(), help="where to write [the user's folder]")
-    add_json_flag(parser, "what was measured")
+    add_json_flag(parser, "the measurements")
     return parser
 
 
@@ -124,7 +124,7 @@ def _comm_parser() -> FlagParser:
     add("--ranks-per-host", type=int, metavar="N", help="hierarchical: N ranks are one host (default: real hosts)")
     add("--p2p", action="store_true", help="measure latency and bandwidth between every pair of ranks instead")
     add("--link-report", action="store_true", help="show the expected bandwidth of the links next to the measured one")
-    add_json_flag(parser, "what was measured")
+    add_json_flag(parser, "the measurements")
     add_output_flag(parser, "--plot", endings=(".svg",), help="draw it as SVG; with --p2p as heat maps")
     return parser
 

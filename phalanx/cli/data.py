@@ -11,7 +11,7 @@ from phalanx.cli.json_output import add_json_flag
 from phalanx.errors import UsageError, unknown_name
 
 ACTIONS = {
-    "pack": "write the images of class folders as tar shards; run again, it writes what is missing",
+    "pack": "write the images of class folders as tar shards; run again, it writes missing ones",
     "make": "draw a set for tests and benchmarks: images as tar shards, or questions in SQuAD's format",
     "info": "show the splits, shards and classes of a folder of images",
     "tokenize": "write the tokens of texts (.txt, .md, .jsonl, .parquet, .arrow) as shards for training",
@@ -42,7 +42,7 @@ def parser(action: str = "pack", dataset: str = "shapes") -> FlagParser:
     add = parser.add_argument
     if action == "tokenize":
         _add_token_flags(parser)
-        add_json_flag(parser, "what was written")
+        add_json_flag(parser, "the written files")
         return parser
     if action == "make":
         add("set", metavar="SET", help="\n".join(f"{name}: {text}" for name, text in SETS.items()))

@@ -49,7 +49,7 @@ def parser() -> FlagParser:
         action="store_true",
         help="also measure collectives on this machine (15 s), or the links between the hosts",
     )
-    parser.add_argument("--problems", action="store_true", help="leave out what is in order")
+    parser.add_argument("--problems", action="store_true", help="show problems only")
     text = "write what the checks read, for another person ('-': print it)"
     add_output_flag(parser, "--record", endings=(".json",), help=text)
     parser.add_argument("--replay", metavar="FILE", help="check a machine that was recorded")

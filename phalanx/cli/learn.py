@@ -64,7 +64,7 @@ def parser(action: str = "list") -> FlagParser:
         add("folder", metavar="FOLDER", nargs="?", help="where to copy to [phalanx-course]")
         return parser
     if action == "show":
-        add("algorithm", metavar="ALGORITHM", nargs="?", help="what to play; without it they are listed")
+        add("algorithm", metavar="ALGORITHM", nargs="?", help="algorithm to show; without it, list them")
         add("--ranks", type=int, metavar="N", help="how many ranks [as the algorithm needs]")
         text = "write it as a page with play, pause and single steps instead"
         add_output_flag(parser, "--html", endings=(".html",), help=text)

@@ -92,8 +92,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add("--max-pipeline-parallel", type=int, metavar="N", help="at most this many pipeline ranks")
     add("--max-context-parallel", type=int, metavar="N", help="at most this many context-parallel ranks")
     add("--micro-batch", type=int, metavar="N", help="samples per data rank in one forward pass")
-    add("--recompute", metavar="none,selective,full,'budget 0.5'", help="activation checkpointing [what is fastest]")
-    add("--zero-stage", type=int, metavar="0,1,2,3", help="what data ranks shard [what is fastest]")
+    add("--recompute", metavar="none,selective,full,'budget 0.5'", help="activation checkpointing [the fastest]")
+    add("--zero-stage", type=int, metavar="0,1,2,3", help="states that data ranks shard [the fastest]")
     add("--offload", metavar="none,cpu", help="keep states in host memory [if nothing else fits]")
     add("--lora-rank", type=int, metavar="N", help="train adapters of this rank instead of the weights")
 
@@ -111,7 +111,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     )
     for name, default in COSTS.items():
         event = name.removesuffix("_cost")
-        add(f"--{event}-cost", metavar="TIME", help=f"--failures: what a {event} costs [{default}]")
+        add(f"--{event}-cost", metavar="TIME", help=f"--failures: cost of a {event} [{default}]")
     add("--calibrate-from", metavar="RUN", help="keep how far a run was from its prediction, for the next plans")
     add_json_flag(group, "the plan")  # type: ignore[arg-type]
 

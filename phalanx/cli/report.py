@@ -93,7 +93,7 @@ def _comparison_lines(comparison: RunComparison | None) -> list[str]:
             f"{value:.4g} {component.unit}".rstrip() for value in (component.predicted, component.measured)
         )
         rows.append((component.name, predicted, measured, f"{component.factor:.2f}" if component.predicted else "-"))
-    note = "To plan with what was measured: phalanx plan --calibrate-from RUN"
+    note = "To plan with these measurements: phalanx plan --calibrate-from RUN"
     return ["", f"predicted by `phalanx plan` for {comparison.gpu}", table(rows), note]
 
 

@@ -9,7 +9,7 @@ from phalanx.config.option import option
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Checkpointing:
-    """What is saved, how often, and from where a run resumes."""
+    """Which checkpoints a run saves, how often, and where it resumes."""
 
     checkpoint_dir: str | None = option(
         None,
@@ -66,7 +66,7 @@ class Checkpointing:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Monitoring:
-    """What is logged and shown."""
+    """Logging and output."""
 
     run_dir: str | None = option(
         None,
@@ -130,7 +130,7 @@ class Monitoring:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Elasticity:
-    """What happens when ranks fail or have to stop."""
+    """Ranks that fail or have to stop."""
 
     max_restarts: int = option(
         0,

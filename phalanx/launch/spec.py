@@ -61,7 +61,7 @@ class ModuleTarget:
             inside = f"the package '{package}' has no module" if package else "there is no module"
             raise UsageError(
                 f"{inside} '{missing}' (-m {self.name}).",
-                hint=f"Looked in {os.getcwd()} and in what is installed. A file is started with --script FILE.",
+                hint=f"Looked in {os.getcwd()} and in the installed packages. A file is started with --script FILE.",
             )
 
 

@@ -68,7 +68,7 @@ _FORMATIONS = itertools.count(1)
 def _run_id(launch_id: str) -> str:
     """Return a new name for a run; after a restart by the launcher the names are the same, in the same order.
 
-    All ranks call this and have that of rank 0: without our launcher each would have one of its own.
+    All ranks call this and have that of rank 0: without our launcher each would have another one.
     """
     candidate = _own_run_id(launch_id)
     return from_rank_zero(lambda: candidate)

@@ -18,7 +18,7 @@ from phalanx.features import feature
 _COMPUTES_IN_FP32 = "mixed_precision = true: this CPU has no bf16 arithmetic, so it computes in fp32, which is faster"
 _EMULATED = (
     "mixed_precision = 'bf16': this CPU emulates bf16, at least 60 times slower than fp32 (as measured on an ARM "
-    "Neoverse-N1). Write mixed_precision=True for what is fast here, or leave it out."
+    "Neoverse-N1). Write mixed_precision=True for the fast precision of this machine, or leave it out."
 )
 _NO_FP8 = "mixed_precision = 'fp8': {why}, so it computes in {instead}"
 _NO_AUTOCAST: AbstractContextManager[None] = nullcontext()

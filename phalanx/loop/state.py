@@ -270,7 +270,7 @@ def _template(formation: FormationState, saved: checkpoint.Checkpoint) -> dict[s
             present = {key: state for key, state in value["state"].items() if f"{name}.state.{key}" in entries}
             check_groups(value, *_saved_groups(formation, name, entries, present))
             _check_states(name, present, entries)
-            _check_options(name, value["param_groups"], entries)
+            formation.notes += _leave_new_options(name, value["param_groups"], entries)
             value["state"] = present
     optional = [name for name in template if name.split("@")[0] in formation.strategy.optional_state]
     missing = sorted(set(optional) - entries)
@@ -295,14 +295,27 @@ def _check_states(name: str, present: dict[str, Any], entries: set[str]) -> None
             )
 
 
-def _check_options(name: str, groups: list[dict[str, Any]], entries: set[str]) -> None:
-    """Raise where the groups that were saved lack an option: they are those of another kind of optimizer."""
+def _leave_new_options(name: str, groups: list[dict[str, Any]], entries: set[str]) -> list[str]:
+    """Leave options that were not saved as this run has set them; return notes about them.
+
+    A newer version of an optimizer has more options than the saved one. If each has options that the other lacks, they
+    are of different kinds.
+    """
+    notes = []
     for number, group in enumerate(groups):
-        if missing := [option for option in group if f"{name}.param_groups.{number}.{option}" not in entries]:
+        prefix = f"{name}.param_groups.{number}."
+        saved = {entry.removeprefix(prefix).partition(".")[0] for entry in entries if entry.startswith(prefix)}
+        missing = [option for option in group if option not in saved]
+        if missing and saved - group.keys():
             raise CheckpointError(
                 f"the saved optimizer is of another kind: it has no {', '.join(missing)}, which this run's has",
                 hint=f"Resume with the optimizer that was saved, {_OR_BEGIN}",
             )
+        for option in missing:
+            del group[option]
+        if missing:
+            notes.append(f"the saved optimizer has no {', '.join(missing)}: group {number} keeps this run's")
+    return notes
 
 
 def _scheduler_names(formation: FormationState) -> list[str]:

@@ -65,7 +65,7 @@ def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any,
     if task.training_step is None:
         model = formation.prepare(task.model)
         return model, formation.prepare(make_optimizer(task, formation.config, formation.device)), None
-    # Few runs have a step of their own. `optional` cannot have its class, which needs the type of a formation.
+    # Few runs bring a training step. `optional` cannot have its class, which needs the type of a formation.
     from phalanx.loop.training_step import TrainingStep
 
     user_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)
@@ -135,7 +135,7 @@ def _options_for(task: TrainTask, config: DistributedConfig) -> dict[str, Any]:
 def add_objects(task: TrainTask, config: DistributedConfig, device: torch.device) -> None:
     """Give a task that has none an optimizer object and, unless the config schedules the rate, a scheduler object.
 
-    For proofs: such objects have state of their own, which a rank that replaces another does not have.
+    For proofs: such objects have their own state, which a rank that replaces another does not have.
     """
     if task.optimizer is not None:
         return
@@ -199,7 +199,7 @@ def _check_called(name: str, function: Any) -> None:
 
 
 def _check_loss(loss_fn: Any) -> None:
-    """Raise for a loss with weights of its own: the optimizer and the checkpoints are the model's."""
+    """Raise for a loss with its own weights: the optimizer and the checkpoints are the model's."""
     _check_called("loss_fn", loss_fn)
     reduction = _reduction(loss_fn)
     if reduction in ("sum", "none"):

@@ -70,7 +70,7 @@ def read_result(folder: Path, *, may_have_none: bool = False) -> Any:
     if not (folder / RESULT_NAME).exists():
         raise UsageError(
             "the ranks have ended well, but their result did not come back from the node that holds it",
-            hint="Run on less data at a time, or write what you need from the ranks: phalanx train --script ...",
+            hint="Run on less data at a time, or write the results from the ranks: phalanx train --script ...",
         )
     import torch
 

@@ -134,7 +134,7 @@ def refuse_whole_project(run: StoredRun) -> None:
     if Path.cwd().is_relative_to(run.path.resolve()):
         raise UsageError(
             f"{run.path} contains the current folder, so not only the run's files may be in it; nothing was removed",
-            hint="Remove what you do not need yourself.",
+            hint="Remove the files that you do not need yourself.",
         )
 
 

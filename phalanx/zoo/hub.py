@@ -74,7 +74,7 @@ def hub_path(text: str, purpose: str = "model") -> Path:
     if not files:
         raise UsageError(
             f"{text}: no {'tables' if purpose == 'data' else f'files of {_NOUNS[purpose]}'} were found{within}",
-            hint="Without a network only what is in the cache is found.",
+            hint="Without a network, only models in the cache are found.",
         )
     if purpose == "model" and not any(file.suffix == ".safetensors" for file in files):
         raise UsageError(

@@ -87,7 +87,7 @@ def test_the_front_page_has_every_part():
 def test_a_lab_has_its_parts(lab):
     folder = MODULE / "labs" / lab
     text = (folder / "README.md").read_text()
-    for part in (r"^## Goal|\*\*Goal\*\*", r"^\**Time\**:", "^## What can go wrong", "^## Extension"):
+    for part in (r"^## Goal|\*\*Goal\*\*", r"^\**Time\**:", "^## Troubleshooting", "^## Extension"):
         assert re.search(part, text, re.MULTILINE), part
     assert text.count("```text") >= 2, "what one will see"
     assert f"phalanx learn check {lab[:6]}" in text

@@ -124,7 +124,7 @@ def test_a_layout_is_proved_on_the_gpu_that_will_train_it(fork_server):
     answer = phalanx("verify", "digits", "--num-workers", 4, "--strategy", "fsdp", "--max-steps", 3, *SHARED)
     assert answer.code == 0, answer.text
     where = f"cuda, {expected(4)} on each GPU" if expected(4) > 1 else SHARED[-1].replace("--share-gpus", "cuda")
-    assert f"AGREES  fsdp, 4 ranks on {where}: it gives what one process gives" in answer.out, answer.text
+    assert f"AGREES  fsdp, 4 ranks on {where}: it gives the result of one process" in answer.out, answer.text
 
 
 def test_nccl_is_measured_and_its_rows_are_marked(fork_server):

@@ -176,6 +176,29 @@ def test_a_resume_with_other_kinds_of_objects_is_refused_by_name(tmp_path, befor
         fit(tmp_path, 2, callbacks=[], resume_from_checkpoint=True, **after)
 
 
+def test_an_optimizer_with_more_options_than_the_saved_one_keeps_them(tmp_path):
+    """As that of a newer torch has."""
+
+    class Newer(torch.optim.SGD):
+        def __init__(self, parameters, clip, **options) -> None:
+            super().__init__(parameters, **options)
+            self.defaults["clip"] = self.param_groups[0]["clip"] = clip
+
+    def run(kind, *, load, **options):
+        with Formation(device="cpu", batch_size=4) as formation:
+            plain = nn.Linear(2, 1)
+            model, optimizer, loader = formation.prepare(plain, kind(plain.parameters(), **options), DATA)
+            if load:
+                formation.load(tmp_path / "kept")
+            step_over(formation, model, [optimizer], loader)
+            formation.save(tmp_path / "kept")
+            return optimizer.param_groups[0]
+
+    run(torch.optim.SGD, load=False, lr=0.1, momentum=0.9)
+    group = run(Newer, load=True, lr=0.3, momentum=0.5, clip=7.0)
+    assert (group["lr"], group["momentum"], group["clip"]) == (0.1, 0.9, 7.0)
+
+
 def test_fit_resumes_from_what_a_users_loop_saved(tmp_path):
     with Formation(device="cpu", batch_size=4) as formation:
         model = nn.Linear(2, 1)

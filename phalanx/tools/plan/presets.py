@@ -25,7 +25,7 @@ from phalanx.tools.plan.model import ModelShape, TracedShape
 
 _DATA = Path(__file__).parent / "data"
 MEASURED_LINK = "nvlink4"
-"""The link whose curve over sizes stands for links without one of their own."""
+"""The link whose curve over sizes stands for links without a curve."""
 _WORDS = {"models": "model", "gpus": "GPU", "links": "link", "instances": "instance type"}
 _Made = TypeVar("_Made", Gpu, Link, Instance, ModelShape, TracedShape)
 

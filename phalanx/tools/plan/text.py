@@ -77,7 +77,7 @@ def sections(plan: Plan, subject: str) -> Iterator[Section]:
     if plan.best is None:
         yield Section(f"{_subject(plan)}: no layout fits ({plan.searched:,} were examined)")
         changes = [f"  {change}" for change in plan.smallest_change]
-        yield Section("what is missing, and the smallest changes with which a layout fits", lines=changes)
+        yield Section("shortage, and the smallest changes that make a layout fit", lines=changes)
         yield from [why_not] if refused else []
         return
     estimate = plan.best.estimate
@@ -148,7 +148,7 @@ def _same_hfu(plan: Plan) -> str:
     """Say why HFU is MFU beside recomputation."""
     assert plan.best is not None
     again = plan.best.layout.recompute != "none" and plan.best.estimate.hfu == plan.best.estimate.mfu
-    return " (nothing of what is recomputed is a product)" if again else ""
+    return " (no recomputed operation is a product)" if again else ""
 
 
 def cost_words(plan: Plan) -> str:

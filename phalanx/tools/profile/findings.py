@@ -344,7 +344,7 @@ def _memory_lines(timeline: RankTimeline, folder: Path) -> list[str]:
         return []
     rows = [("owner", "bytes", "allocations")]
     rows += [(name[-70:], size(nbytes), str(count)) for name, nbytes, count in owners.owners[:_TOP]]
-    title = f"memory of rank {timeline.rank} at its peak: {size(owners.peak)} of what was allocated in these steps"
+    title = f"memory of rank {timeline.rank} at its peak: {size(owners.peak)} allocated in these steps"
     if timeline.on_gpu:
         note = f"the whole history: {folder}/rank-{timeline.rank}.memory.pickle, at https://pytorch.org/memory_viz"
     else:

@@ -78,7 +78,7 @@ class Ssh(Target[SshOptions]):
     def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the script that every host runs, the list of hosts, and the commands that reach them."""
         if self.options.image:
-            raise UsageError(f"--image {self.options.image}: ssh starts what is installed on the hosts; give --venv")
+            raise UsageError(f"--image {self.options.image}: ssh uses an environment of the hosts; give --venv")
         listed = "".join(f"{name} slots={ranks}\n" for name, ranks in _hosts(job).items())
         return {
             "node.sh": "\n".join(self._script(job)) + "\n",

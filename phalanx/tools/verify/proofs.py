@@ -138,7 +138,7 @@ class Proof:
             compare("float64: one process and the layout", exact, laid["laid-float64"], fine),
             compare("float32: one process and the layout", rounded, laid["laid-float32"], coarse),
         ]
-        return self._verdict("give what one process gives", laid["laid-float64"], comparisons)
+        return self._verdict("give the result of one process", laid["laid-float64"], comparisons)
 
     def in_own_loops(self) -> Verdict:
         """Compare loops as users write them on the layout with the same loops in one process."""
@@ -153,7 +153,7 @@ class Proof:
             for kind, limits in (("float64", fine), ("float32", coarse)):
                 name = f"{loop}-{kind}"
                 comparisons.append(compare(f"{kind}: {LOOPS[loop]}", one[name], laid[name], limits))
-        claim = "give in your own loops what one process gives"
+        claim = "give the result of one process in your own loops"
         return self._verdict(claim, one[f"{loops[0]}-float64"], comparisons)
 
     def _loop(self, loop: str, config: DistributedConfig, dtype: str) -> Run:
@@ -341,7 +341,7 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
     if config.facts.drifts or config.compression != "none":
         means = f"compression = {config.compression!r}" if config.compression != "none" else config.resolved_strategy
         raise UsageError(
-            f"{means} does not give what one process gives, and is not meant to",
+            f"{means} does not give the result of one process, and is not meant to",
             hint="Judge it by the loss it reaches, next to a run with --strategy ring.",
         )
     env = read_rank_env()

@@ -126,7 +126,7 @@ def file_hash(path: Path) -> str:
 def packed_index(folder: Path, record: ShardRecord) -> ShardIndex:
     """Read the index of a shard that `index.json` lists; raise where tar, index and list do not match."""
     tar = folder / record.name
-    hint = "Pack the folder again with the same command: it writes only what is missing or damaged."
+    hint = "Pack the folder again with the same command: it writes only missing and damaged shards."
     if not record.sha256 or not tar.exists() or not index_path(tar).exists():
         missing = "is not complete" if not record.sha256 else "lacks a shard or its index"
         raise DataError(f"{folder} {missing}: {record.name}.", hint=hint)

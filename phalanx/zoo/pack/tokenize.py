@@ -77,7 +77,7 @@ def tokenize(job: TokenizeJob, say: Callable[[str], None]) -> TokenManifest:
     settings = _settings_of(job)
     existing = _kept(parts, settings, overwrite=job.overwrite)
     if existing:
-        say(f"{len(existing)} of {len(parts)} shards are there already, and their bytes are what was written")
+        say(f"{len(existing)} of {len(parts)} shards are complete already, and their bytes are intact")
     if len(existing) < len(parts):
         _reopen(job.out, existing.values())
     records = {

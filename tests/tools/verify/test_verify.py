@@ -89,7 +89,7 @@ def test_a_right_layout_agrees_to_ten_digits(words):
     answer, found = verify(RIGHT, *words)
     assert answer.code == 0, answer.text
     assert "AGREES" in answer.err.splitlines()[-1]
-    assert ": it gives what one process gives (largest difference " in answer.err.splitlines()[-1]
+    assert ": it gives the result of one process (largest difference " in answer.err.splitlines()[-1]
     assert "Training finished" not in answer.text
     assert found["agrees"]
     assert 0 < max(differences(found).values()) < 1e-10, "ranks add in another order, so not a bit less than rounding"
