@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from phalanx.data.device import page_locked
+from phalanx.errors import DataError
 from phalanx.torch_compat import collate_with
 from phalanx.world.seed import derive_seed, rng_scope, seed_process
 
@@ -78,6 +79,19 @@ def _stacked(samples: list[torch.Tensor]) -> torch.Tensor:
         refused_or_stacked: torch.Tensor = default_collate(samples)
         return refused_or_stacked
     return torch.stack(samples, out=page_locked((len(samples), *first.shape), first.dtype))
+
+
+def collated(collate: Callable[[Any], Any], samples: Any) -> Any:
+    """Return the batch of some samples; raise a DataError where they have different shapes."""
+    try:
+        return collate(samples)
+    except RuntimeError as error:
+        if "stack expects each tensor to be equal size" not in str(error):
+            raise
+        raise DataError(
+            f"the samples of a batch have different shapes: {error}",
+            hint="Pad them to one shape: give a DataLoader with a collate_fn that does.",
+        ) from error
 
 
 def is_deterministic(dataset: Any) -> bool:
@@ -168,10 +182,10 @@ class BatchFetcher(Dataset[Any]):
 
     def _fetch(self, indices: Any) -> Any:
         if not isinstance(indices, np.ndarray):
-            return self._collate(self._items(list(indices)))
+            return collated(self._collate, self._items(list(indices)))
         if self._gather is not None:
             return self._gather(torch.from_numpy(indices))
-        return self._collate(self._items(indices.tolist()))
+        return collated(self._collate, self._items(indices.tolist()))
 
     def _items(self, indices: list[Any]) -> Any:
         # Data sets with batched reading have __getitems__, as torch's loader expects.

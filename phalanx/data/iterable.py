@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, default_collate, default_convert, 
 
 from phalanx import torch_compat
 from phalanx.data.device import batch_length
-from phalanx.data.fetch import is_deterministic, return_as_is
+from phalanx.data.fetch import collated, is_deterministic, return_as_is
 from phalanx.data.order import BatchSplit, Order
 from phalanx.world.seed import derive_seed, rng_scope, seed_process
 
@@ -130,7 +130,7 @@ class BlockStream(IterableDataset[StreamBlock]):
 
     def collate(self, items: list[Any]) -> Any:
         """Return the batch of a block."""
-        return self._collate(items[0] if self._ready else items)
+        return collated(self._collate, items[0] if self._ready else items)
 
 
 class _Reader:

@@ -65,7 +65,7 @@ def prepare_task(formation: Formation, task: TrainTask) -> tuple[nn.Module, Any,
     if task.training_step is None:
         model = formation.prepare(task.model)
         return model, formation.prepare(make_optimizer(task, formation.config, formation.device)), None
-    # Few runs have a custom step. `optional` cannot have its class, which needs the type of a formation.
+    # Few runs bring a training step. `optional` cannot have its class, which needs the type of a formation.
     from phalanx.loop.training_step import TrainingStep
 
     user_step = TrainingStep(formation, task.training_step, task.model, task.optimizer)

@@ -10,6 +10,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -146,6 +147,18 @@ def test_errors_have_a_hint():
         shard_loader(numbered(4), batch_size=1, dp_rank=2, dp_size=2)
     with pytest.raises(UsageError, match="sharded already"):
         shard_loader(shard_loader(numbered(4), batch_size=1), batch_size=1)
+
+
+class RaggedStream(IterableDataset):
+    def __iter__(self):
+        return iter([torch.ones(2), torch.ones(3)])
+
+
+@pytest.mark.parametrize("data", [[torch.ones(2), torch.ones(3)], RaggedStream()])
+def test_samples_of_different_shapes_are_refused_with_what_to_do(data):
+    (loader,) = loaders(DataLoader(data, batch_size=2), 1, batch_size=2)
+    with pytest.raises(DataError, match=r"(?s)different shapes: .* got \[[23]\] .*give a DataLoader with a collate_fn"):
+        list(loader)
 
 
 @pytest.mark.parametrize(
