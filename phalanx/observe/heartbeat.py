@@ -276,10 +276,11 @@ class BusyBeat:
             self._ended = None
 
     def _watch(self, ended: threading.Event, board: Board) -> None:
-        used = cpu_seconds()
+        used, moment = cpu_seconds(), time.monotonic()
         while not ended.wait(_BUSY_SECONDS):
-            before, used = used, cpu_seconds()
-            if used - before > _BUSY_SHARE * _BUSY_SECONDS:
+            before, since = used, moment
+            used, moment = cpu_seconds(), time.monotonic()
+            if used - before > _BUSY_SHARE * (moment - since):
                 board.alive()
 
 

@@ -91,21 +91,27 @@ def test_a_machine_that_gets_another_number_keeps_its_board(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_process_that_uses_the_cpu_beats_and_one_that_waits_does_not(monkeypatch, busy):
-    beats: list[float] = []
+def test_a_process_that_uses_the_cpu_beats_and_one_that_waits_does_not(ranks, busy):
+    """In a process that started no others: their CPU time counts too."""
 
-    class Board(heartbeat.LocalBoard):
-        def alive(self) -> None:
-            beats.append(time.time())
+    def run() -> bool:
+        beats: list[float] = []
 
-    monkeypatch.setattr(heartbeat, "_LOCAL", Board())
-    monkeypatch.setattr(heartbeat, "_BUSY_SECONDS", 0.1)
-    monkeypatch.delenv("PHALANX_LOG_DIR", raising=False)
-    beat = heartbeat.BusyBeat()
-    beat.begin()
-    until = time.monotonic() + (LIMIT_SECONDS if busy else 0.4)
-    while time.monotonic() < until and not beats:
-        if not busy:
-            time.sleep(0.02)
-    beat.end()
-    assert bool(beats) is busy
+        class Board(heartbeat.LocalBoard):
+            def alive(self) -> None:
+                beats.append(time.time())
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(heartbeat, "_LOCAL", Board())
+            patch.setattr(heartbeat, "_BUSY_SHARE", 0.02 if busy else 0.2)  # a busy machine gives it a share only
+            patch.delenv("PHALANX_LOG_DIR", raising=False)
+            beat = heartbeat.BusyBeat()
+            beat.begin()
+            until = time.monotonic() + (LIMIT_SECONDS if busy else 2.5)
+            while time.monotonic() < until and not beats:
+                if not busy:
+                    time.sleep(0.1)
+            beat.end()
+        return bool(beats)
+
+    assert ranks(run, world_size=1) == [busy]
