@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 import textwrap
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -62,7 +63,6 @@ def _raise_in_test(directory: Path, result: LaunchResult) -> None:
 
 def call_payload(payload: str) -> None:
     """In a rank: join a gloo group, call the function, leave its result. The group is never destroyed (see `rank`)."""
-    import torch
     import torch.distributed as dist
 
     directory = Path(payload)
@@ -77,8 +77,18 @@ def call_payload(payload: str) -> None:
         raise
     _write_whole(directory / f"result-{rank}", cloudpickle.dumps(result))
     if dist.is_initialized():
-        # No rank leaves while another may still receive from it. A barrier would initialise CUDA where there is one.
-        dist.all_reduce(torch.zeros(1))
+        _await_all(dist.distributed_c10d._get_default_store(), dist.get_world_size())
+
+
+def _await_all(store: Any, size: int) -> None:
+    """Wait until all ranks are here: none may leave while another still receives from it.
+
+    After a collective, a rank that is done first could. The store is the launcher's.
+    """
+    arrived = store.add("functions returned", 1)
+    while arrived < size:
+        time.sleep(0.002)
+        arrived = store.add("functions returned", 0)
 
 
 def _write_whole(path: Path, data: bytes) -> None:
