@@ -472,7 +472,7 @@ class Launcher:
             case mail.NodeArrived():
                 if self.node is not None and not self._stopping:
                     self.handle(message)
-            case mail.RemoteFailure(failure):
+            case mail.RemoteFailure(failure) if self.node is not None:  # one that gathers reads it when it has begun
                 if sender != self.own and not self._knows_failure:
                     self._knows_failure = True
                     self._stop(FailureReport.from_message(failure), publish=False)
