@@ -294,7 +294,7 @@ class Training:
     )
     max_time: int | float | str | None = option(
         None,
-        "end training after this time: '30m', '2h', '1:30:00', or seconds; a resumed run starts counting anew",
+        "end training after this time: '30m', '2h', '1:30:00', or seconds; a resumed run starts from zero",
         above=0,
         used_by="trainer",
         in_loop="leave your loop when the time is over",

@@ -218,6 +218,6 @@ def leave(code: int) -> NoReturn:
 
 def _leave_operators_registered() -> None:
     """Keep torch from taking back 177 registrations of operators one by one: 45 ms in a process that ends anyway."""
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):  # a detail of Python
         if (alive := finalizer.peek()) and getattr(alive[1], "__module__", "") == "torch.library":
             finalizer.atexit = False

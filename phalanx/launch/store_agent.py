@@ -92,6 +92,8 @@ def _follow(launcher: socket.socket, nodes: NodeGroup) -> None:
                         nodes.take_in(request)
                     case Post(to, message):
                         nodes.post(to, message)
+                    case request:
+                        raise AssertionError(f"the launcher asks for {request}, which is no request")
             for news in nodes.news():
                 send(news)
             outbox.flush()

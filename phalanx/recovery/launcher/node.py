@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, assert_never
 
 from phalanx.host.wire import Wire
 from phalanx.launch.agent_messages import Agreed, Lead, LeaderLost, Mailed, NodeArrived, NodesLost
@@ -169,6 +169,10 @@ class Node:
                 group.refill()
             case Agreed(version) if group is not None:
                 group.on_agreed(version)
+            case NodeArrived() | ArrivalsDue() | FillDue() | Agreed():
+                pass  # the node that leads decides
+            case _:
+                assert_never(event)
 
     def _collect(self) -> None:
         """Add what the group has decided: orders to the ranks of one node go in one message."""
@@ -382,6 +386,10 @@ class Node:
                 self._ended.add(sender)
             case ResizeAsked(ranks):
                 self._requests.append((sender, ranks))  # carried out when the group has settled
+            case FromRank() | LostRank() | FinishedRank():
+                pass  # the node that leads decides
+            case _:
+                raise AssertionError(f"{sender} reports {report}, which no node does")
 
     def _obey(self, order: Wire) -> None:
         """Do what the node that leads says."""
@@ -404,6 +412,8 @@ class Node:
                 self._actions.append(AllOver())
             case ViewChange():
                 self._on_view_change(order)
+            case _:
+                raise AssertionError(f"the node that leads orders {order}, which is no order")
 
     def _pass_on(self, orders: Orders) -> None:
         """Let ranks of this node have their orders, and note what becomes of them."""

@@ -52,7 +52,7 @@ COMMENTS = {
     "spec.parallelism": "nodes: one pod for each",
     "spec.completions": "the same number",
     "backoffLimitPerIndex": "how often a pod may fail by itself; evictions and exit code 75 do not count",
-    "ttlSecondsAfterFinished": "the objects are removed so long after the end",
+    "ttlSecondsAfterFinished": "seconds after the end until the objects are removed",
     "activeDeadlineSeconds": "longest duration",
     "kueue.x-k8s.io/queue-name": "local queue of Kueue",
     "metadata.namespace": "namespace",
