@@ -226,7 +226,10 @@ class RankLost(Event):
 
 @dataclass(frozen=True)
 class Recovered(Event):
-    """The group of ranks changed in place, and the first step with it is complete."""
+    """The group of ranks changed in place, and the first step with it is complete.
+
+    Losses without a step between them are one change.
+    """
 
     kind: ClassVar[str] = "recovered"
     step: int
