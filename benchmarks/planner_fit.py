@@ -77,12 +77,20 @@ def main() -> int:
     rows = published()
     every = fit(rows)
     print("fitted to all rows: " + ", ".join(f"{name} {value:.3f}" for name, value in zip(BOUNDS, every, strict=True)))
+    ratios: list[float] = []
     for source in dict.fromkeys(row.source for row in rows):
         others, left = ([r for r in rows if (r.source == source) == out] for out in (False, True))
         found = predict(left, fit(others))
         off = [seconds / row.seconds - 1 for seconds, row in zip(found, left, strict=True)]
+        ratios += [row.seconds / seconds for seconds, row in zip(found, left, strict=True)]
         mean, worst = statistics.fmean(map(abs, off)), max(off, key=abs)
         print(f"left out: {source:<18} {len(left):>3} rows  mean {mean:.1%}  worst {worst:+.1%}", flush=True)
+    mean = statistics.fmean(abs(1 / ratio - 1) for ratio in ratios)
+    twentieths = statistics.quantiles(ratios, n=20)
+    print(
+        f"left out: all {len(ratios)} rows, mean {mean:.1%}; nine of ten took between {twentieths[0]:.3f} and "
+        f"{twentieths[-1]:.3f} times the predicted seconds"
+    )
     return 0
 
 

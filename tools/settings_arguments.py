@@ -32,13 +32,13 @@ from typing import Any, Literal, TypedDict
 
 
 class CommonSettings(TypedDict, total=False):
-    """Every setting but `optimizer` and `compression`, which are arguments of their own in some trainers."""
+    """Every setting but `optimizer` and `compression`, which some trainers take as separate arguments."""
 
 '''
 TAIL = '''
 
 class TrainerSettings(CommonSettings, total=False):
-    """The settings of a trainer, which takes `optimizer` as an argument of its own."""
+    """The settings of a trainer, which takes `optimizer` as a separate argument."""
 
     compression: {compression}
 

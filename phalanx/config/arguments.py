@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 
 
 class CommonSettings(TypedDict, total=False):
-    """Every setting but `optimizer` and `compression`, which are arguments of their own in some trainers."""
+    """Every setting but `optimizer` and `compression`, which some trainers take as separate arguments."""
 
     num_workers: int | tuple[int, int] | None
     num_nodes: int
@@ -150,7 +150,7 @@ class CommonSettings(TypedDict, total=False):
 
 
 class TrainerSettings(CommonSettings, total=False):
-    """The settings of a trainer, which takes `optimizer` as an argument of its own."""
+    """The settings of a trainer, which takes `optimizer` as a separate argument."""
 
     compression: Literal["none", "fp16", "bf16", "int8", "sign", "topk", "randomk", "powersgd"]
 

@@ -26,8 +26,8 @@ from phalanx.tools.plan.rank_memory import rank_memory
 from phalanx.tools.plan.timing import Machine, StepTime, attention_kind, step_time
 from phalanx.world.splits import SCHEDULES
 
-INTERVAL = (0.95, 1.10)
-"""Measured / predicted step time of nine in ten published rows (benchmarks/planner_accuracy.py)."""
+INTERVAL = (0.92, 1.12)
+"""Measured / predicted step time of nine in ten published rows, each left out with its group (planner_fit.py)."""
 
 NAMES: dict[str, Collection[str]] = {
     "attention": ATTENTION,

@@ -134,7 +134,7 @@ def _verdict(plan: Plan) -> Iterator[tuple[str, str]]:
     guess = "" if gpu_name(plan).split("-")[0] in FITTED else f"; constants of {gpu_name(plan)} are assumed"
     yield (
         "",
-        f"[{seconds(low)} to {seconds(high)} by the errors on 9 in 10 published runs that it was fitted to{guess}]",
+        f"[{seconds(low)} to {seconds(high)} by the errors on 9 in 10 published runs, each left out of the fit{guess}]",
     )
     by_parameters = f" ({estimate.mfu_of_parameters:.1%} by 6 x parameters x tokens)" if unit == "tokens" else ""
     yield "", f"MFU {estimate.mfu:.1%}{by_parameters}, HFU {estimate.hfu:.1%}{_same_hfu(plan)}"

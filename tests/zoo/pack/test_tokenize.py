@@ -140,7 +140,7 @@ def test_a_stopped_command_goes_on_and_damage_is_found(tmp_path, tokenizer_file,
     first, stops = written[0], False
     written.clear()
     manifest, said = make(corpus, out, tokenizer_file, part_bytes=20_000)
-    assert said[0].startswith(f"1 of {len(whole.shards)} shards are there already")
+    assert said[0].startswith(f"1 of {len(whole.shards)} shards are complete already")
     assert first not in written
     assert damaged.stem in written
     assert manifest.shards == whole.shards
