@@ -298,7 +298,8 @@ class Node:
     def _end_all(self) -> None:
         """Let ranks end that wait for a place or are only starting: there will be none."""
         assert self.group is not None, "it decides"
-        for rank in (*self.group.spares, *self.group.members):
+        members = () if self.group.spares_only else self.group.members  # all of these have ended
+        for rank in (*self.group.spares, *members):
             if rank.alive:
                 self.group.actions.append((rank, End()))
         self._actions.append(EndHere())

@@ -187,7 +187,7 @@ class Estimate:
 
     step_seconds: float
     interval: tuple[float, float]
-    """Where the step time lies if the prediction errs as on nine in ten published runs, each left out of the fit with its group."""
+    """Where the step time lies if the prediction errs as on nine in ten published runs, each left out of the fit."""
     tokens_per_second_per_gpu: float
     mfu: float
     """Model FLOPs utilisation: operations of forward and backward without recomputation / (time x peak), attention as a
