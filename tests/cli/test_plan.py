@@ -169,12 +169,11 @@ def test_the_batch_says_what_was_rounded_and_what_is_implausible():
 
 def test_both_definitions_of_mfu_and_what_the_interval_is():
     out = phalanx("plan", "llama-7b", "--gpus", 8, "--gpu", "a100").out
-    assert re.search(
-        r"MFU 65\.\d% \(57\.\d% by 6 x parameters x tokens\), HFU 65\.\d% \(no recomputed operation", out
-    )
+    assert re.search(r"MFU 65\.\d% \(57\.\d% by 6 x parameters x tokens\), HFU 65\.\d% \(no recomputed operation", out)
     assert "by the errors on 9 in 10 published runs, each left out of the fit]" in out
     assert (
-        "left out of the fit; constants of rtx3090 are assumed]" in phalanx("plan", "gpt2", "--gpus", 1, "--gpu", "rtx-3090").out
+        "left out of the fit; constants of rtx3090 are assumed]"
+        in phalanx("plan", "gpt2", "--gpus", 1, "--gpu", "rtx-3090").out
     )
 
 
